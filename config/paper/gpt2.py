@@ -1,0 +1,28 @@
+"""The GPT-2 baseline of the MoEP paper, as in the paper's Appendix A and B: 28M parameters, BabyLM strict-small, 10 epochs of 10M words.
+
+python prepare.py babylm && python train.py config/paper/gpt2.py
+"""
+model = 'moep'
+data = 'babylm'
+
+vocab_size = 16384
+block_size = 512
+n_layer = 12
+n_head = 6
+n_embd = 384
+n_parallel = 0
+dropout = 0.1
+
+stride = 128                    # windows of 512 tokens every 128, drawn without replacement
+epoch_words = 10e6              # "each epoch stopped after approximately 10M words"
+epochs = 10
+batch_size = 16
+learning_rate = 3e-4
+schedule = 'cosine'
+warmup_iters = 800
+weight_decay = 0.1
+seed = 42
+eval_interval = 2000
+save_interval = 2000
+checkpoint_words = [1e6, 2e6, 3e6, 4e6, 5e6, 6e6, 7e6, 8e6, 9e6, 10e6,
+                    20e6, 30e6, 40e6, 50e6, 60e6, 70e6, 80e6, 90e6, 100e6]

@@ -1,0 +1,85 @@
+"""
+Settings from a config file and the command line: `config/x.py --key=value`.
+
+A config is a file of plain assignments. It is not executed: each value must be an expression of literals, dict(...)
+and arithmetic. Every key must be a field of one of the dataclasses that the caller names, and of that field's type.
+"""
+
+import ast
+import difflib
+import types
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+from prepare import UserError
+
+
+def evaluate(text):
+    return eval(text, {'__builtins__': {}, 'dict': dict})
+
+
+def read_config(path):
+    """{name: value} of the assignments in a config file."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f'there is no config file {path}') from None
+    except SyntaxError as e:
+        raise UserError(f'{path}:{e.lineno}: {e.msg}') from None
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue                                     # the docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise UserError(f'{path}:{node.lineno}: a config holds plain assignments only (name = value)')
+        name = node.targets[0].id
+        try:
+            values[name] = evaluate(ast.unparse(node.value))
+        except Exception as e:
+            raise UserError(f'{path}:{node.lineno}: the value of {name} cannot be read: {e}') from None
+    return values
+
+
+def read_command(argv):
+    """Config files and --key=value in the order given, later ones win; a bare --key means True."""
+    values = {}
+    for arg in argv:
+        if not arg.startswith('--'):
+            values.update(out_dir=f'out/{Path(arg).stem}')
+            values.update(read_config(arg))
+            continue
+        key, equals, text = arg[2:].partition('=')
+        try:
+            value = evaluate(text) if equals else True
+        except Exception:
+            value = text                                 # not a Python value: a plain string, as data=toy_math
+        values[key.replace('-', '_')] = value
+    return values
+
+
+def check_type(key, value, kind):
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(value) in kinds:
+        return value
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)                                # 1e6 steps
+    if float in kinds and type(value) is int:
+        return float(value)
+    if list in kinds and isinstance(value, tuple):
+        return list(value)
+    names = ' or '.join('None' if k is type(None) else k.__name__ for k in kinds)
+    raise UserError(f'{key} = {value!r} is not of type {names}')
+
+
+def sort_keys(values, *owners):
+    """For each dataclass the values that are its fields, checked. A key that is nobody's is an error."""
+    kinds = [{f.name: f.type for f in fields(owner)} for owner in owners]
+    given = [{} for _ in owners]
+    for key, value in values.items():
+        mine = [i for i, own in enumerate(kinds) if key in own]
+        if not mine:
+            near = difflib.get_close_matches(key, [k for own in kinds for k in own], 1, 0.5)
+            raise UserError(f"unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else ''))
+        given[mine[0]][key] = check_type(key, value, kinds[mine[0]][key])
+    return given

@@ -1,0 +1,158 @@
+"""
+Token bins -> batches: which chunks a run reads, in which order, and the windows on which it is validated.
+
+The bins are small (uint16), so they are held whole on the device that trains; a batch is one indexing operation.
+Nothing here knows a model. train.py uses `Corpus` and `Data`; `val_batches` also serves calibration and evaluation.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import prepare
+from prepare import UserError
+
+
+def as_tensor(tokens, device):
+    """uint16 ids as the int16 tensor of the same bits: half the memory, and every device can index it."""
+    return torch.from_numpy(np.asarray(tokens).view(np.int16).copy()).to(device)
+
+
+def fetch(tokens, positions):
+    return tokens[positions].long() & 0xFFFF
+
+
+class Corpus:
+    """The prepared data sets that `data` names: their ranges, counts, val tokens and common tokenizer."""
+
+    def __init__(self, s, machine):
+        self.s, self.machine = s, machine
+        ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
+        for name, span in ranges.items():
+            if not (isinstance(span, (tuple, list)) and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1
+                    and (len(span) == 2 or span[2] > 0)):
+                raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), 0 <= from < to <= 1')
+        self.ranges = {name: (*span, 1.0)[:3] for name, span in ranges.items()}
+        self.folders = {name: Path(s.data_dir, name) for name in ranges}
+        if any(name.startswith('toy_') and not folder.exists() for name, folder in self.folders.items()):
+            if machine.rank == 0:                        # toy corpora make themselves
+                prepare.make_toy(s.data_dir)
+            machine.sum(torch.zeros(1, device=machine.device))   # the others wait for it
+        for name, folder in self.folders.items():
+            if not folder.exists():
+                known = name in ('tinystories', 'openmath', 'babylm', 'simplewiki')
+                command = name if known else f'text --name {name} --input FILES'
+                raise UserError(f'{folder} is missing; make it with: python prepare.py {command}')
+        self.metas = {name: prepare.load_meta(folder) for name, folder in self.folders.items()}
+        first = next(iter(ranges))
+        self.folder, meta = self.folders[first], self.metas[first]
+        self.hash, self.align, self.pad = meta['tokenizer']['hash'], meta.get('slots', 1), meta.get('pad', -1)
+        for name, other in self.metas.items():
+            if other['tokenizer']['hash'] != self.hash:
+                raise UserError(f'{first} and {name} have different tokenizers; '
+                                f'prepare {name} again with --tokenizer {self.folder}')
+        self.tokenizer = prepare.load_tokenizer(self.folder)
+        self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
+        self.val = {name: as_tensor(prepare.load_bin(folder, 'val'), machine.device) for name, folder in self.folders.items()}
+
+    def calibration(self, seq_len):
+        """The first batches of every val set, for a surgery that has to look at data."""
+        return [batch for tokens in self.val.values()
+                for batch, _ in zip(val_batches(tokens, seq_len, self.s, self.pad), range(self.s.surgery_batches))]
+
+
+class Data:
+    """The training tokens of all data sets end to end, and the order in which chunks of them are read. A chunk never
+    crosses from one set into another. The order is a function of (seed, epoch): only the place in it is state."""
+
+    def __init__(self, s, corpus, seq_len, machine):
+        self.s, self.T, self.align, self.pad = s, seq_len, corpus.align, corpus.pad
+        self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step
+        self.epoch, self.position, self.words = 0, 0, 0.0
+        self.stride = s.stride or seq_len
+        if seq_len % self.align or self.stride % self.align:
+            raise UserError(f'seq_len and stride must be multiples of {self.align}, the slots of a chunk of bytes')
+        parts, self.sets, begin = [], [], 0              # sets: (begin, end, passes, words per token)
+        for name, (low, high, passes) in corpus.ranges.items():
+            tokens, count = prepare.load_bin(corpus.folders[name], 'train'), corpus.metas[name]['splits']['train']
+            ends = np.flatnonzero(tokens == corpus.tokenizer.eot) + self.align
+            cut = [0 if f == 0 else len(tokens) if f == 1 else ends[np.searchsorted(ends, f * len(tokens))] for f in (low, high)]
+            parts.append(tokens[cut[0]:cut[1]])          # from the end of one document to that of another
+            end = begin + len(parts[-1])
+            self.sets.append((begin, end, passes, count['words'] / count['tokens']))
+            if end - begin < seq_len + self.stride:      # an epoch's offset may take away stride - 1
+                raise UserError(f'{name} has {end - begin} tokens in {low} to {high}: too few for a seq_len of {seq_len}')
+            begin = end
+        self.tokens = as_tensor(np.concatenate(parts), machine.device)
+        self.starts = self.order(0)
+
+    def order(self, epoch):
+        """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""
+        rng = np.random.default_rng([self.s.seed, epoch])
+        if self.s.stream:                                # row r of the batch reads its own r-th part from end to end
+            offset = rng.integers(self.T // self.align) * self.align
+            steps = (len(self.tokens) - offset - 1) // self.rows // self.T
+            if steps == 0:
+                raise UserError(f'{len(self.tokens)} tokens are too few for {self.rows} streams of {self.T}')
+            return (offset + np.arange(steps)[:, None] * self.T + np.arange(self.rows) * steps * self.T).flatten()
+        starts = []
+        for begin, end, passes, _ in self.sets:
+            while passes > 0:
+                offset = rng.integers(self.stride // self.align) * self.align
+                chunks = rng.permutation(np.arange(begin + offset, end - self.T, self.stride))
+                starts.append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
+                passes -= 1
+        starts = rng.permutation(np.concatenate(starts))
+        if self.s.epoch_words:
+            starts = starts[:np.searchsorted(self.words_in(starts).cumsum(), self.s.epoch_words) + 1]
+        return starts
+
+    def words_in(self, starts):
+        """Words per chunk, at its data set's mean number of words per token."""
+        begins, density = [b for b, _, _, _ in self.sets], np.array([d for _, _, _, d in self.sets])
+        return density[np.searchsorted(begins, starts, 'right') - 1] * self.T
+
+    def count_chunks(self, epochs):
+        lengths = [len(self.order(e)) for e in range(math.ceil(epochs))]
+        return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
+
+    def take(self, n):
+        """The starts of the next n chunks; a batch may run on into the next epoch."""
+        taken = []
+        while n > 0:
+            if self.position == len(self.starts):
+                self.epoch, self.position = self.epoch + 1, 0
+                self.starts = self.order(self.epoch)
+            taken.append(self.starts[self.position:self.position + n])
+            self.position, n = self.position + len(taken[-1]), n - len(taken[-1])
+        taken = np.concatenate(taken)
+        self.words += float(self.words_in(taken).sum())
+        return taken
+
+    def batch(self, starts):
+        """-> x, y of (B, T): y is x shifted by one, with -1 where nothing is to be predicted."""
+        starts = torch.from_numpy(starts).to(self.tokens.device, non_blocking=True)
+        chunk = fetch(self.tokens, starts[:, None] + torch.arange(self.T + 1, device=starts.device))
+        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        return x, y.masked_fill(y == self.pad, -1)
+
+    def state(self):
+        return dict(epoch=self.epoch, position=self.position, words=self.words)
+
+    def load_state(self, state):
+        self.epoch, self.position, self.words = state['epoch'], state['position'], state['words']
+        self.starts = self.order(self.epoch)
+
+
+def val_batches(tokens, seq_len, s, pad, rank=0, world=1):
+    """Windows of seq_len targets that cover every token but the first exactly once; this process's share of them."""
+    device, batch_size = tokens.device, s.batch_size
+    starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
+    starts = starts[:max(1, s.eval_tokens // seq_len) if s.eval_tokens else None][rank::world]
+    for some in starts.split(batch_size):
+        positions = some[:, None] + torch.arange(seq_len + 1, device=device)
+        chunk = fetch(tokens, positions.clamp(max=len(tokens) - 1))
+        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        yield x, y.masked_fill((positions[:, 1:] >= len(tokens)) | (y == pad), -1)

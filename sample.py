@@ -1,0 +1,74 @@
+"""
+Look at what a trained model does.
+
+    python sample.py out/moep --prompt "Once upon a time" --num 3      # text
+    python sample.py out/moep --prompt "Once upon a time" --next 5     # the most probable next tokens
+    python sample.py out/moep --prompt "Once upon a time" --routes     # the way each token took, layer by layer
+"""
+
+import argparse
+
+import torch
+
+from prepare import UserError, load_tokenizer, run_main
+from train import load_checkpoint
+
+
+def show_next(model, tokenizer, idx, n):
+    """The n most probable tokens after the prompt, with their probabilities."""
+    prob = model(idx)[0][0, -1].float().softmax(-1)
+    for p, i in zip(*(t.tolist() for t in prob.topk(min(n, len(prob))))):
+        print(f'{p:8.4f}  {tokenizer.decode([i]) if i != tokenizer.eot else "<|endoftext|>"!s:}'.replace('\n', '\\n'))
+
+
+def show_routes(model, tokenizer, idx):
+    """One line per token: in each layer the choices it took, the heaviest first, as choice:percent."""
+    routes = {name: gate[0] for name, gate in model.routes(idx).items()}
+    if not routes:
+        raise UserError('this model has no routes: every token takes the same way')
+
+    def way(gate):
+        chosen = gate.nonzero().flatten().tolist()
+        return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in sorted(chosen, key=lambda i: -gate[i]))
+    tokens = [repr(tokenizer.decode([i]))[1:-1] if i != tokenizer.eot else '<eot>' for i in idx[0].tolist()]
+    table = [['token', *routes]] + [[token, *(way(gate[t]) for gate in routes.values())] for t, token in enumerate(tokens)]
+    widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
+    for row in table:
+        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints (out/moep/ckpt_1M.pt)')
+    parser.add_argument('--prompt', default='', help='text to go on from; a document starts here if it is empty')
+    parser.add_argument('--num', type=int, default=1, help='samples')
+    parser.add_argument('--max_new_tokens', type=int, default=200)
+    parser.add_argument('--temperature', type=float, default=0.8, help='0: always the most probable token')
+    parser.add_argument('--top_k', type=int, default=50, help='draw from this many most probable tokens; 0: from all')
+    parser.add_argument('--seed', type=int, default=1337)
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--next', type=int, metavar='N', help='print the N most probable next tokens instead of text')
+    parser.add_argument('--routes', action='store_true', help='print the blocks and experts that each token took')
+    args = parser.parse_args()
+
+    model, ckpt = load_checkpoint(args.run, args.device)
+    tokenizer = load_tokenizer(ckpt['folder'])
+    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt)]], device=args.device)
+    limit = model.config.block_size
+    if args.next:
+        show_next(model, tokenizer, prompt[:, -limit:], args.next)
+        return
+    torch.manual_seed(args.seed)
+    for n in range(args.num):
+        idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
+        print(tokenizer.decode([i for i in idx[0, 1:].tolist()]))
+        if args.routes:
+            print()
+            show_routes(model, tokenizer, idx[:, -limit:])
+        if n < args.num - 1:
+            print('-' * 40)
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,151 @@
+"""loader.py: which chunks are read, in which order, and the windows of evaluation."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from loader import Corpus, Data, val_batches
+from prepare import UserError
+from train import Settings, evaluate
+
+EOT = 99
+
+
+def machine():
+    import contextlib
+    return SimpleNamespace(device=torch.device('cpu'), rank=0, world=1, sum=lambda x: x, cuda=False,
+                           autocast=contextlib.nullcontext)
+
+
+def corpus(sets, **ranges):
+    """sets: {name: tokens}, without files: just what Data reads of a Corpus."""
+    metas = {name: dict(splits=dict(train=dict(words=len(t) // 2, tokens=len(t)))) for name, t in sets.items()}
+    return SimpleNamespace(ranges={n: ranges.get(n, (0.0, 1.0, 1.0)) for n in sets}, metas=metas, align=1, pad=-1,
+                           folders=sets, tokenizer=SimpleNamespace(eot=EOT))
+
+
+def data(monkeypatch, sets, T=8, ranges={}, **settings):
+    monkeypatch.setattr('prepare.load_bin', lambda tokens, split: np.asarray(tokens, dtype=np.uint16))
+    return Data(Settings(**settings), corpus(sets, **ranges), T, machine())
+
+
+def test_epoch_covers_everything_once_and_is_cut_anew(monkeypatch):
+    d = data(monkeypatch, dict(a=np.arange(1000)))
+    offsets, orders = set(), []
+    for epoch in range(6):
+        order = d.order(epoch)
+        starts = np.sort(order)
+        assert np.array_equal(np.diff(starts), np.full(len(starts) - 1, 8))     # no overlap, no gap
+        assert starts[0] < 8 and starts[-1] + 8 < 1000 <= starts[-1] + 8 + 9
+        offsets.add(starts[0])
+        orders.append(order)
+    assert len(offsets) > 1 and not np.array_equal(orders[0], np.sort(orders[0]))
+    assert np.array_equal(d.order(3), data(monkeypatch, dict(a=np.arange(1000))).order(3))   # seed and epoch alone
+    assert not np.array_equal(d.order(0), data(monkeypatch, dict(a=np.arange(1000)), seed=7).order(0))
+
+
+def test_batch_and_take_run_over_epochs(monkeypatch):
+    d = data(monkeypatch, dict(a=np.arange(1000)), batch_size=4)
+    first, second = d.order(0), d.order(1)
+    taken = np.concatenate([d.take(50) for _ in range(4)])
+    assert np.array_equal(taken, np.concatenate((first, second))[:200]) and d.epoch == 1
+    x, y = d.batch(taken[:3])
+    assert np.array_equal(x, taken[:3, None] + np.arange(8)) and np.array_equal(y, x + 1)
+    assert math.isclose(d.words, 200 * 8 * 0.5)
+    again = data(monkeypatch, dict(a=np.arange(1000)), batch_size=4)
+    again.load_state(json.loads(json.dumps(d.state())))
+    assert np.array_equal(again.take(70), d.take(70))
+
+
+def test_ids_above_int16(monkeypatch):
+    d = data(monkeypatch, dict(a=np.arange(65536 - 100, 65536)))
+    assert d.batch(np.array([80]))[1].max() == 65536 - 100 + 88
+
+
+def test_stride_and_epoch_words(monkeypatch):
+    d = data(monkeypatch, dict(a=np.arange(1000)), stride=2)
+    starts = np.sort(d.order(0))
+    assert set(np.diff(starts)) == {2} and len(starts) in (495, 496)
+    d = data(monkeypatch, dict(a=np.arange(1000)), stride=2, epoch_words=100.0)   # 4 words per chunk
+    assert len(d.order(0)) == 25
+
+
+def test_mixture_passes_and_no_chunk_across_sets(monkeypatch):
+    d = data(monkeypatch, dict(a=np.zeros(400), b=np.ones(800)), ranges=dict(b=(0.0, 1.0, 2.5)))
+    x, y = d.batch(d.order(0))
+    assert all(len(set(row.tolist())) == 1 for row in torch.cat((x, y), 1))
+    counts = x[:, 0].bincount().tolist()
+    assert counts[0] in (49, 50) and 245 <= counts[1] <= 252
+    a, b = d.sets
+    in_b = np.sort(d.order(0)[d.order(0) >= b[0]])
+    assert len(np.unique(in_b % 8)) > 1                  # the passes over b are cut differently
+
+
+def test_ranges_are_complementary_and_end_with_documents(monkeypatch):
+    tokens = np.random.default_rng(0).integers(0, 50, 2000)
+    tokens[np.arange(36, 2000, 37)] = EOT
+    tokens[-1] = EOT
+    low = data(monkeypatch, dict(a=tokens), ranges=dict(a=(0.0, 0.6, 1.0))).tokens
+    high = data(monkeypatch, dict(a=tokens), ranges=dict(a=(0.6, 1.0, 1.0))).tokens
+    assert np.array_equal(torch.cat((low, high)), tokens) and low[-1] == EOT
+    assert 1200 <= len(low) < 1200 + 37
+
+
+def test_streams_are_contiguous(monkeypatch):
+    d = data(monkeypatch, dict(a=np.arange(1000)), stream=True, batch_size=3, gradient_accumulation_steps=2)
+    steps = d.order(0).reshape(-1, 6)
+    assert (np.diff(steps, axis=0) == 8).all()           # each row reads on where it stopped
+    assert len(np.unique(steps)) == steps.size and steps.max() + 8 < 1000
+
+
+def test_byte_chunks_are_aligned_and_padding_is_no_target(monkeypatch):
+    tokens = np.tile([1, 2, 256, 258], 100)              # slots of 4, padding 258
+    monkeypatch.setattr('prepare.load_bin', lambda tokens, split: np.asarray(tokens, dtype=np.uint16))
+    c = corpus(dict(a=tokens))
+    c.align, c.pad = 4, 258
+    d = Data(Settings(), c, 8, machine())
+    for epoch in range(4):
+        assert (d.order(epoch) % 4 == 0).all()
+    x, y = d.batch(d.order(0))
+    assert (y[x == 256] == -1).all() and (y == -1).sum() * 4 == y.numel()
+    with pytest.raises(UserError, match='multiples of 4'):
+        Data(Settings(), c, 10, machine())
+
+
+def test_too_few_tokens(monkeypatch):
+    with pytest.raises(UserError, match='too few'):
+        data(monkeypatch, dict(a=np.arange(12)))
+    with pytest.raises(UserError, match='too few'):
+        data(monkeypatch, dict(a=np.arange(100)), stream=True, batch_size=50)
+
+
+@pytest.mark.parametrize('n', [9, 10, 17, 18, 33])
+def test_val_windows_score_every_token_but_the_first_once(n):
+    tokens = torch.arange(n, dtype=torch.int16)
+    scored = [t for x, y in val_batches(tokens, 8, Settings(batch_size=2), -1) for t in y[y >= 0].tolist()]
+    assert scored == list(range(1, n))
+    halves = [t for r in (0, 1) for _, y in val_batches(tokens, 8, Settings(batch_size=2), -1, r, 2) for t in y[y >= 0].tolist()]
+    assert sorted(halves) == list(range(1, n))           # two processes share the windows
+
+
+def test_bits_per_byte_of_a_uniform_model():
+    """log2(V) * tokens / bytes, end-of-text scored but without bytes."""
+    class Uniform(torch.nn.Module):
+        def forward(self, x, y, reduction):
+            return None, torch.where(y >= 0, math.log(100.0), 0.0), {}
+    tokens = torch.randint(0, 100, (1001,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    lengths = torch.tensor([i % 5 + 1 for i in range(99)] + [0])
+    score = evaluate(Uniform(), val_batches(tokens, 64, Settings(batch_size=4), -1), lengths, machine())
+    n_bytes = lengths[tokens[1:].long()].sum().item()
+    assert math.isclose(score['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
+    assert math.isclose(score['loss'], math.log(100), rel_tol=1e-6) and math.isclose(score['perplexity'], 100, rel_tol=1e-5)
+
+
+def test_corpus_refuses_bad_ranges(tmp_path):
+    for span in ((0.5, 0.2), (0, 2), (0, 1, 0), 0.5, (0.1,)):
+        with pytest.raises(UserError, match='from, to'):
+            Corpus(Settings(data={'a': span}, data_dir=str(tmp_path)), machine())

@@ -1,0 +1,381 @@
+"""train.py as a user meets it: runs, kills, resumes, processes, surgery, and what it says to mistakes."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from conftest import ROOT
+from moep import MoEP, MoEPConfig
+from prepare import UserError
+
+TINY = ['--model=moep', '--block_size=32', '--n_layer=2', '--n_head=2', '--n_embd=16', '--n_parallel=1',
+        '--n_head_parallel=1', '--n_embd_parallel=16', '--n_block=2', '--n_expert=2', '--top_k=1', '--dropout=0.1',
+        '--batch_size=2', '--warmup_iters=5', '--eval_tokens=256', '--log_interval=1', '--sample_tokens=5']
+
+
+@pytest.fixture
+def tiny(run, data_dir, tmp_path):
+    def tiny(*args, code=0, out='run', keys=TINY, **env):
+        return run('train.py', *keys, f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}', *args, code=code, **env)
+    return tiny
+
+
+def read_log(folder):
+    return [json.loads(line) for line in open(folder / 'log.jsonl')]
+
+
+def losses(folder):
+    """{step: exact loss}; a step that stands twice is an error."""
+    steps = [(r['iter'], r['loss']) for r in read_log(folder) if 'loss' in r]
+    assert len(dict(steps)) == len(steps)
+    return dict(steps)
+
+
+def weights(folder):
+    return torch.load(folder / 'ckpt.pt', weights_only=True)['weights']
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def test_a_run_from_start_to_end(tiny, tmp_path):
+    done = tiny('--max_iters=30', '--eval_interval=15', '--aux_weights={"block_balance": 0.01}')
+    for word in ('parameters', 'active', 'val loss', 'bits per byte', 'sample', 'next', 'sample.py'):
+        assert word in done.stdout
+    log = read_log(tmp_path / 'run')
+    assert list(losses(tmp_path / 'run')) == list(range(1, 31))
+    assert {'loss', 'block_balance', 'expert_balance', 'lr', 'grad_norm', 'tokens_per_s', 'epoch', 'words'} <= log[1].keys()
+    evals = [r for r in log if 'val' in r]
+    assert [r['iter'] for r in evals] == [0, 15, 30]
+    assert evals[-1]['val']['toy_stories']['loss'] < evals[0]['val']['toy_stories']['loss'] - 0.1
+    assert evals[0]['routes'].keys() == {'shrink', 'parallel.0', 'grow'}
+    assert all(abs(sum(share) - 1) < 1e-3 for share in evals[0]['routes'].values())
+    model, ckpt = train.load_checkpoint(tmp_path / 'run')
+    assert not model.training and ckpt['iter'] == 30 and (tmp_path / 'run' / 'meta.json').exists()
+
+
+def test_plan_writes_nothing(tiny, tmp_path):
+    done = tiny('--max_iters=0', '--batch_size=4', '--gradient_accumulation_steps=3')
+    assert '4 chunks x 32 tokens x 3 accumulated x 1 process = 384 tokens' in done.stdout
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('config, total', [('gpt2', 28e6), ('moep', 28e6), ('moep_swiglu', 38e6)])
+def test_paper_sizes_without_data(run, tmp_path, config, total):
+    done = run('train.py', f'config/paper/{config}.py', '--max_iters=0', f'--data_dir={tmp_path}')
+    count = float(done.stdout.split('moep: ')[1].split('M')[0]) * 1e6
+    assert abs(count / total - 1) < 0.02
+    assert 'python prepare.py babylm' in done.stdout
+
+
+@pytest.mark.parametrize('config', sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob('config/**/*.py')))
+def test_every_config_trains(run, data_dir, tmp_path, config):
+    """Its own architecture and optimiser, on toy data and for two steps."""
+    run('train.py', config, '--data=toy_stories', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run', '--max_iters=2',
+        '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', OMP_NUM_THREADS='2')
+    assert len(losses(tmp_path / 'run')) == 2
+
+
+def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
+    tiny('--max_iters=3', '--dropout=0.0', out='plain')
+    tiny('--max_iters=3', '--dropout=0.0', '--aux_weights=dict(block_balance=10.0)', out='weighted')
+    a, b = losses(tmp_path / 'plain'), losses(tmp_path / 'weighted')
+    assert a[1] == b[1] and a[3] != b[3]                 # the logged loss is the cross-entropy alone
+
+
+def test_checkpoints_by_words(tiny, tmp_path):
+    tiny('--max_iters=12', '--checkpoint_words=[100, 200, 1e3]')
+    kept = sorted(p.name for p in (tmp_path / 'run').glob('ckpt_*'))
+    assert kept == ['ckpt_100.pt', 'ckpt_200.pt']
+    words = [train.load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept]
+    assert 100 <= words[0] < 200 <= words[1] < 300
+
+
+def test_segment_memory_extends_the_context(data_dir, tmp_path, tiny):
+    """Two steps over one stream with memory: the second loss is that of the second half of a context twice as long."""
+    args = ['--stream', '--seq_len=16', '--memory=16', '--dropout=0.0', '--batch_size=2', '--learning_rate=1e-9']
+    tiny('--max_iters=2', *args)
+    s, module, keys = train.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
+    machine = train.Machine(s)
+    data = train.Data(s, train.Corpus(s, machine), 16, machine)
+    model, _ = train.load_checkpoint(tmp_path / 'run')
+    x1, _ = data.batch(data.take(2))
+    x2, y2 = data.batch(data.take(2))
+    both = torch.cat((x1, x2), 1)
+    _, want, _ = model(both, torch.cat((torch.full_like(x1, -1), y2), 1))
+    assert abs(losses(tmp_path / 'run')[2] - want.item()) < 1e-5
+    assert abs(model(x2, y2)[1].item() - want.item()) > 1e-5   # without the memory it is another number
+    tiny('--max_iters=6', *args, '--gradient_accumulation_steps=2', out='whole')
+    tiny('--max_iters=3', *args, '--gradient_accumulation_steps=2', '--schedule=constant', out='x')
+    assert len(torch.load(tmp_path / 'x' / 'ckpt.pt', weights_only=True)['ranks'][0]['memory']) == 2
+
+
+# ------------------------------------------------------------------------------------------------ killed and resumed
+
+
+def test_ten_kills(tiny, data_dir, tmp_path):
+    """SIGKILL before the first save, during saves and at random moments: the run is the one that nobody disturbed."""
+    args = ['--max_iters=200', '--save_interval=7', '--eval_interval=50', '--dropout=0.2']
+    tiny(*args, out='calm')
+    out = tmp_path / 'run'
+    command = [sys.executable, str(ROOT / 'train.py'), *TINY, f'--data_dir={data_dir}', f'--out_dir={out}', '--resume', *args]
+    rng = random.Random(0)
+
+    def steps_in_log():
+        return (out / 'log.jsonl').read_bytes().count(b'"loss"') if (out / 'log.jsonl').exists() else 0
+    during_save = 0
+    for kill in range(10):
+        process = subprocess.Popen(command, env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL)
+        moment = ['early', 'save', 'random'][kill % 3]
+        if moment == 'early' and kill == 0:
+            while not (out / 'log.jsonl').exists():      # before the first checkpoint
+                time.sleep(0.001)
+        elif moment == 'save':
+            while not (out / 'ckpt.tmp').exists() and process.poll() is None:
+                pass                                     # a save lasts milliseconds: no sleep
+        else:
+            before, wait = steps_in_log(), time.time() + 60
+            while steps_in_log() == before and time.time() < wait and process.poll() is None:
+                time.sleep(0.001)
+            time.sleep(rng.random() * 0.15)
+        during_save += (out / 'ckpt.tmp').exists()
+        process.kill()
+        process.wait()
+        if (out / 'ckpt.pt').exists():
+            train.read_checkpoint(out)                   # never unreadable
+        else:
+            assert kill < 2                              # the second kill comes during the first save
+    assert during_save
+    tiny('--resume', *args)
+    calm, disturbed = losses(tmp_path / 'calm'), losses(out)
+    assert calm == disturbed and list(calm) == list(range(1, 201))
+    assert same(weights(tmp_path / 'calm'), weights(out))
+    strip = [[{k: v for k, v in r.items() if k != 'tokens_per_s'} for r in read_log(f)] for f in (tmp_path / 'calm', out)]
+    assert strip[0] == strip[1]                          # evaluations too
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_first(tiny, data_dir, tmp_path, number):
+    args = ['--max_iters=60', '--save_interval=1000', '--eval_interval=1000', '--stream', '--seq_len=16', '--memory=16']
+    tiny(*args, out='calm')
+    out = tmp_path / 'run'
+    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *TINY, f'--data_dir={data_dir}', f'--out_dir={out}', *args],
+                               env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.PIPE, text=True)
+    while not (out / 'log.jsonl').exists() or (out / 'log.jsonl').read_bytes().count(b'"loss"') < 5:
+        time.sleep(0.001)
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and '--resume' in stdout
+    at = torch.load(out / 'ckpt.pt', weights_only=True)['iter']
+    assert 5 <= at < 60
+    tiny('--resume', *args)
+    assert losses(out) == losses(tmp_path / 'calm')      # segment memory and place in the streams came along
+
+
+def test_loss_that_is_not_finite(tiny, tmp_path):
+    done = tiny('--max_iters=40', '--learning_rate=1e18', '--grad_clip=0', '--save_interval=1', '--warmup_iters=0',
+                '--weight_decay=0', code=2)
+    assert 'not finite' in done.stderr and 'ckpt.pt' in done.stderr and 'Traceback' not in done.stderr
+    assert all(w.isfinite().all() for w in weights(tmp_path / 'run').values())
+
+
+def test_finished_runs_are_not_lost(tiny, tmp_path):
+    tiny('--max_iters=3')
+    before = weights(tmp_path / 'run')
+    done = tiny('--max_iters=3', code=2)
+    assert '--resume' in done.stderr and '--overwrite' in done.stderr and same(before, weights(tmp_path / 'run'))
+    assert 'max_iters was 3, is now 5' in tiny('--max_iters=5', '--resume').stdout
+    assert list(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5]
+    tiny('--max_iters=2', '--overwrite')
+    assert list(losses(tmp_path / 'run')) == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def test_two_processes_equal_one(tiny, data_dir, tmp_path):
+    common = ['--max_iters=20', '--dropout=0.0', '--aux_weights=dict(block_balance=0.01, expert_balance=0.01)', '--top_k=2']
+    tiny(*common, '--gradient_accumulation_steps=4', out='one')
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(ROOT / 'train.py'),
+               *TINY, f'--data_dir={data_dir}', f'--out_dir={tmp_path / "two"}', *common, '--gradient_accumulation_steps=2']
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr
+    one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
+    assert one.keys() == two.keys() and all(abs(one[i] - two[i]) < 1e-4 for i in one)
+    for name, w in weights(tmp_path / 'one').items():
+        assert (w - weights(tmp_path / 'two')[name]).abs().max() < 1e-4, name
+    vals = [[r['val']['toy_stories']['loss'] for r in read_log(tmp_path / f) if 'val' in r] for f in ('one', 'two')]
+    assert np.allclose(*vals, atol=1e-4)
+    done = subprocess.run([*command, '--max_iters=22', '--resume'], capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0 and list(losses(tmp_path / 'two')) == list(range(1, 23)), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ starting from other runs
+
+
+SURGERY = '''
+import torch, moep
+
+def widen(model, factor=2, batches=None):
+    """Doubles the number of blocks by copying them; looks at calibration data; returns a report too."""
+    config = moep.MoEPConfig(**{**model.config.__dict__, 'n_block': model.config.n_block * factor})
+    new = moep.MoEP(config)
+    state = {k: v.repeat(factor, *[1] * (v.dim() - 1)) if k.startswith('parallel') else v for k, v in model.state_dict().items()}
+    new.load_state_dict(state)
+    x, y = batches[0]
+    return new, f'saw {len(batches)} batches of {tuple(x.shape)}'
+
+def average(models):
+    for group in zip(*(m.parameters() for m in models)):
+        group[0].data = sum(p.data for p in group) / len(group)
+    return models[0]
+'''
+
+
+def test_init_from_and_surgery(tiny, tmp_path):
+    (tmp_path / 'my_surgery.py').write_text(SURGERY)
+    tiny('--max_iters=20', out='base')
+    tiny('--max_iters=20', '--seed=1', out='other')
+    base = tmp_path / 'base'
+    rest = [a for a in TINY if a.split('=')[0][2:] not in MoEPConfig.__dataclass_fields__]
+
+    def start(*args, code=0, out='new'):                 # the model's settings come from the checkpoint
+        return tiny(*args, code=code, out=out, keys=rest, PYTHONPATH=str(tmp_path))
+    # plain fine-tuning: starts at the base's validation loss
+    start(f'--init_from={base}', '--max_iters=2', '--dropout=0.0', out='tuned')
+    first = [r for r in read_log(tmp_path / 'tuned') if 'val' in r][0]
+    assert first['val'] == [r for r in read_log(base) if 'val' in r][-1]['val']
+    # a surgery with calibration batches and a report, stopped before training, then resumed into training
+    done = start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=0', '--surgery_batches=3')
+    assert 'saw 3 batches of (2, 32)' in done.stdout
+    model, ckpt = train.load_checkpoint(tmp_path / 'new')
+    assert model.config.n_block == 4 and ckpt['iter'] == 0
+    start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=3', '--resume')
+    assert list(losses(tmp_path / 'new')) == [1, 2, 3] and weights(tmp_path / 'new')['parallel.0.fc'].size(0) == 4
+    # several runs into one
+    start(f'--init_from=["{base}", "{tmp_path / "other"}"]', '--surgery=my_surgery.average', '--max_iters=0', out='mean')
+    a, b, m = weights(base), weights(tmp_path / 'other'), weights(tmp_path / 'mean')
+    assert torch.allclose(m['wte.weight'], (a['wte.weight'] + b['wte.weight']) / 2)
+    # mistakes
+    for args, message in ((['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
+                          (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'), (['--n_embd=32'], 'do not fit'),
+                          ([f'--init_from=["{base}", "{base}"]'], 'surgery')):
+        assert message in start(f'--init_from={base}', *args, code=2, out='bad').stderr
+    assert 'init_from' in start('--surgery=my_surgery.widen', code=2, out='bad').stderr
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+def one_line(done):
+    assert done.stderr.startswith('train.py: ') and done.stderr.count('\n') == 1 and 'Traceback' not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize('args, words', [
+    (['--n_emdb=8'], ["'n_emdb'", "'n_embd'"]),
+    (['--batch_size=big'], ['batch_size', "'big'", 'int']),
+    (['--n_embd=8.5'], ['n_embd', 'int']),
+    (['--dropout=True'], ['dropout', 'float']),
+    (['--data=nothing'], ['nothing', 'python prepare.py']),
+    (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
+    (['--vocab_size=100'], ['vocab_size', '100']),
+    (['--model=nothing'], ['nothing.py', 'moep']),
+    (['--balance=swich'], ['swich', 'switch']),
+    (['--n_head=3'], ['heads']),
+    (['--schedule=cosin'], ['cosine']),
+    (['--aux_weights={"balance": 1.0}'], ['balance', 'block_balance']),
+    (['--init_from=out/nothing_there'], ['no checkpoint']),
+    (['--memory=16'], ['stream']),
+    (['--device=tpu'], ['tpu']),
+    (['config/nothing.py'], ['config/nothing.py']),
+])
+def test_mistakes_are_one_line(tiny, tmp_path, args, words):
+    line = one_line(tiny('--max_iters=5', *args, code=2))
+    assert all(word in line for word in words), line
+    assert not (tmp_path / 'run').exists()
+
+
+def test_broken_data(tiny, data_dir, tmp_path):
+    root = tmp_path / 'data'
+    shutil.copytree(data_dir / 'toy_stories', root / 'cut')
+    with open(root / 'cut' / 'train.bin', 'r+b') as f:
+        f.truncate(1001)
+    line = one_line(tiny('--max_iters=2', f'--data_dir={root}', '--data=cut', code=2))
+    assert 'train.bin' in line
+    shutil.copytree(data_dir / 'toy_math', root / 'other')
+    meta = json.loads((root / 'other' / 'meta.json').read_text())
+    meta['tokenizer']['hash'] = 'another'
+    (root / 'other' / 'meta.json').write_text(json.dumps(meta))
+    shutil.copytree(data_dir / 'toy_stories', root / 'stories')
+    data = '--data={"stories": (0, 1), "other": (0, 1)}'
+    line = one_line(tiny('--max_iters=2', f'--data_dir={root}', data, code=2))
+    assert 'different tokenizers' in line and '--tokenizer' in line
+    assert not (tmp_path / 'run').exists()
+
+
+def test_broken_checkpoints(tiny, tmp_path):
+    tiny('--max_iters=2')
+    out = tmp_path / 'run'
+    assert 'n_embd' in one_line(tiny('--max_iters=4', '--resume', '--n_embd=32', code=2))
+    whole = (out / 'ckpt.pt').read_bytes()
+    ckpt = torch.load(out / 'ckpt.pt', weights_only=True)
+    torch.save(dict(ckpt, model='papaformer'), out / 'ckpt.pt')
+    assert 'papaformer' in one_line(tiny('--max_iters=4', '--resume', code=2))
+    torch.save(dict(ckpt, tokenizer='another'), out / 'ckpt.pt')
+    assert 'tokenizer' in one_line(tiny('--max_iters=4', '--resume', code=2))
+    for broken in (whole[:len(whole) // 2], b'', b'not a checkpoint'):
+        (out / 'ckpt.pt').write_bytes(broken)
+        assert 'not a whole checkpoint' in one_line(tiny('--max_iters=4', '--resume', code=2))
+        assert (out / 'ckpt.pt').read_bytes() == broken
+
+
+def test_config_files(tmp_path):
+    import configurator
+    good = tmp_path / 'good.py'
+    good.write_text('"""doc"""\nbatch_size = 2 * 8\naux_weights = dict(block_balance=0.01)  # comment\nmodel = "moep"\n')
+    values = configurator.read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
+    assert values == dict(out_dir='out/good', batch_size=10.0, aux_weights=dict(block_balance=0.01), model='moep', resume=True, data='toy_math')
+    given, keys = configurator.sort_keys(values, train.Settings, MoEPConfig)
+    assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
+    for text, message in (('import os', ':1: a config'), ('a = b = 1', ':1:'), ('x = 1\ny = open("f")', ':2: the value of y'), ('x = (', ':1:')):
+        good.write_text(text)
+        with pytest.raises(UserError, match=message):
+            configurator.read_config(str(good))
+
+
+# ------------------------------------------------------------------------------------------------ optimiser
+
+
+def test_decay_on_matrices_only():
+    model = MoEP(MoEPConfig(vocab_size=10, block_size=8, n_embd=16, n_head=2, n_embd_parallel=8, n_head_parallel=1, n_parallel=1))
+    s, machine = train.Settings(weight_decay=0.3), train.Machine(train.Settings(device='cpu'))
+    decayed, spared = train.make_optimizer(model, s, machine).param_groups
+    assert decayed['weight_decay'] == 0.3 and spared['weight_decay'] == 0
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert all(names[id(p)].split('.')[-1] in ('weight', 'qkv', 'proj', 'fc', 'down') for p in decayed['params'])
+    assert {names[id(p)] for p in spared['params']} >= {'parallel.0.ln_1_gain', 'parallel.0.fc_bias', 'shrink.down_bias', 'ln_f.weight'}
+    assert len(decayed['params']) + len(spared['params']) == len(names)
+
+
+def test_learning_rate():
+    s = train.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='cosine')
+    assert [train.learning_rate(i, s, 109) for i in (0, 8, 9, 59, 109)] == pytest.approx([0.1, 0.9, 1.0, 0.55, 0.1])
+    s.schedule = 'linear'
+    assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
+    s.schedule = 'constant'
+    assert train.learning_rate(109, s, 109) == 1.0

@@ -1,0 +1,554 @@
+"""
+Train any model of this repository: one plain loop.
+
+    python train.py config/moep.py                                 # the toy corpus, minutes on a laptop
+    python train.py config/moep.py --n_block=8 --out_dir=out/p8    # any setting, of training or of the model
+    python train.py config/moep.py --resume                        # go on after a kill, bit for bit
+    python train.py config/moep.py --max_iters=0                   # print sizes and plan, train nothing
+    torchrun --nproc_per_node=2 train.py config/moep.py            # several processes
+
+A config is a file of plain assignments; `--key=value` comes after it and wins. A key belongs to `Settings` below or
+to the model's own config. The loop knows no model by name: it imports the file that `model` names and uses what
+every model file offers: Config, Model, forward(idx, targets) -> (logits, loss, aux), generate, routes, count_params.
+`aux` holds unweighted auxiliary losses by name; `aux_weights` says which of them are added to the loss.
+
+A run folder holds ckpt.pt (everything that is needed to go on), ckpt_<words>.pt (weights at given word counts),
+log.jsonl (one JSON object per line) and a copy of the tokenizer, so that it stands alone.
+"""
+
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import configurator
+import prepare
+from loader import Corpus, Data, val_batches
+from prepare import UserError
+
+
+@dataclass
+class Settings:
+    model: str = 'moep'                    # the model file, without .py
+    out_dir: str = ''                      # the run's folder; out/<name of the config> if not given
+    seed: int = 42                         # of weights, dropout and data order (the order is the same for all models)
+    # what is read
+    data: str | dict = 'toy_stories'       # a folder of data_dir, or {folder: (from, to) or (from, to, passes per epoch)}
+    data_dir: str = 'data'                 # where prepare.py put them
+    seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
+    stride: int | None = None              # tokens between the starts of chunks; seq_len if not given
+    stream: bool = False                   # every row of the batch reads on where it stopped, instead of shuffled chunks
+    memory: int = 0                        # with stream: so many past keys and values, detached, extend the context
+    epoch_words: float | None = None       # an epoch ends after this many words; after all chunks if not given
+    # how long
+    epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut
+    max_iters: int | None = None           # steps; if given, epochs do not count; 0: print the plan and stop
+    batch_size: int = 16                   # chunks per micro-batch
+    gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
+    # optimiser
+    learning_rate: float = 1e-3            # of AdamW, at its highest
+    min_lr: float = 0.0                    # the floor of cosine and linear
+    schedule: str = 'cosine'               # cosine | linear | constant, all after the warm-up
+    warmup_iters: int = 0                  # steps of linear warm-up from zero
+    weight_decay: float = 0.1              # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
+    aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
+    # what is written
+    log_interval: int = 10                 # steps between lines of the log
+    eval_interval: int = 500               # steps between evaluations on val.bin (also at the start and the end)
+    eval_tokens: int | None = None         # score at most so many val tokens per data set; all if not given
+    save_interval: int = 500               # steps between checkpoints
+    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these numbers of words
+    sample_tokens: int = 120               # length of the text sample at the end
+    # how it starts
+    resume: bool = False                   # go on from out_dir's checkpoint (from the beginning if there is none yet)
+    overwrite: bool = False                # start anew though out_dir holds a run
+    init_from: str | list | None = None    # start from this run's weights; a list of runs for a surgery that takes several
+    surgery: str | None = None             # a function of the model's file, or file.function, that rebuilds the model
+    surgery_args: dict = field(default_factory=dict)
+    surgery_batches: int = 8               # batches of val.bin handed to a surgery that asks for `batches`
+    # the machine
+    device: str = 'auto'                   # cuda, mps or cpu, whichever is there
+    dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
+    compile: bool | None = None            # torch.compile; if not given, on cuda for runs of at least 200 steps
+
+
+def read_settings(argv):
+    """-> Settings, the model's module, and the keys given for the model's own Config."""
+    if '-h' in argv or '--help' in argv:
+        print(__doc__.strip(), '\n\nSettings and their defaults, besides those of the model:')
+        print('\n'.join(f'  {f.name} = {getattr(Settings(), f.name)!r}' for f in fields(Settings)))
+        sys.exit(0)
+    values = configurator.read_command(argv)
+    module = import_model(values.get('model', Settings.model))
+    given, model_keys = configurator.sort_keys(values, Settings, module.Config)
+    s = Settings(**given)
+    s.out_dir = s.out_dir or f'out/{s.model}'
+    if s.schedule not in ('cosine', 'linear', 'constant'):
+        raise UserError(f"schedule is '{s.schedule}'; it can be cosine, linear or constant")
+    if s.memory and not s.stream:
+        raise UserError('memory needs contiguous text: set stream=True')
+    return s, module, model_keys
+
+
+def import_model(name):
+    files = Path(__file__).resolve().parent.glob('*.py')
+    names = [p.stem for p in files if '\nConfig, Model =' in p.read_text(encoding='utf-8')]
+    if name not in names:
+        raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
+    return importlib.import_module(name)
+
+
+def make_config(module, keys):
+    try:
+        return module.Config(**keys)
+    except (TypeError, ValueError) as e:
+        raise UserError(f'{module.__name__}: {e}') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The machine: device, precision, processes
+
+
+class Machine:
+    """The device and precision of this process, and its place among the processes that torchrun started."""
+
+    def __init__(self, s):
+        self.rank, self.world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+        kind = s.device
+        if kind == 'auto':
+            kind = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+        try:
+            self.device = torch.device(kind, int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None)
+            torch.zeros(1, device=self.device)
+        except Exception:
+            raise UserError(f"device '{s.device}' is not on this machine; it can be auto, cuda, mps or cpu") from None
+        self.cuda = self.device.type == 'cuda'
+        dtype = s.dtype if s.dtype != 'auto' else 'bfloat16' if self.cuda else 'float32'
+        if dtype not in ('bfloat16', 'float32'):
+            raise UserError(f"dtype is '{s.dtype}'; it can be auto, bfloat16 or float32")
+        self.dtype = getattr(torch, dtype)
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision('high')
+        if self.world > 1:
+            dist.init_process_group('nccl' if self.cuda else 'gloo')
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, x):                                    # over all processes
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, item):                              # every process's item, in a list, on the first process
+        items = [item] * self.world
+        if self.world > 1:
+            dist.gather_object(item, items if self.rank == 0 else None)
+        return items
+
+    def random_state(self):
+        return dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.cuda else None)
+
+    def set_random_state(self, state):
+        torch.set_rng_state(state['cpu'])
+        if self.cuda and state['cuda'] is not None:
+            torch.cuda.set_rng_state(state['cuda'])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def evaluate(model, batches, token_lengths, machine):
+    """Loss per token, perplexity, and bits per byte: all costs, end-of-text's too, over the bytes of the text."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)           # nats, targets, bytes
+    for x, y in batches:
+        with machine.autocast():
+            nats = model(x, y, reduction='none')[1]
+        y = y.cpu()
+        sums += torch.stack((nats.float().cpu().double().sum(), (y >= 0).sum(), token_lengths[y[y >= 0]].sum()))
+    nats, targets, n_bytes = machine.sum(sums.to(machine.device) if machine.cuda else sums).tolist()
+    model.train()
+    loss = nats / targets
+    return dict(loss=loss, perplexity=math.exp(min(loss, 700)), bits_per_byte=nats / math.log(2) / max(n_bytes, 1))
+
+
+@torch.no_grad()
+def route_shares(model, x):
+    """{layer: the share of the routed slots that went to each choice}."""
+    model.eval()
+    gates = model.routes(x)
+    model.train()
+    counts = {name: (gate != 0).flatten(0, 1).sum(0).double() for name, gate in gates.items()}
+    return {name: [round(v, 4) for v in (count / count.sum()).tolist()] for name, count in counts.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints and where a model starts
+
+
+def save_file(state, path):
+    """Whole or not at all: a kill at any moment leaves the old file or the new one."""
+    temporary = path.with_suffix('.tmp')
+    with open(temporary, 'wb') as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def read_checkpoint(path):
+    """The dictionary that a run saved; path is its folder or one of its .pt files."""
+    path = Path(path)
+    file = path / 'ckpt.pt' if path.suffix != '.pt' else path
+    if not file.exists():
+        raise UserError(f'there is no checkpoint {file}; train one first: python train.py config/moep.py')
+    try:
+        ckpt = torch.load(file, map_location='cpu', weights_only=True)
+        return dict(ckpt, folder=str(file.parent), weights=ckpt['weights'], config=ckpt['config'], model=ckpt['model'])
+    except Exception:
+        raise UserError(f'{file} is not a whole checkpoint of this project (truncated, or another format)') from None
+
+
+def build(ckpt, **changes):
+    """The model of a checkpoint, with its weights."""
+    module = import_model(ckpt['model'])
+    model = module.Model(make_config(module, {**ckpt['config'], **changes}))
+    try:
+        model.load_state_dict(ckpt['weights'])
+    except RuntimeError:
+        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {changes or 'its own config'}") from None
+    return model
+
+
+def load_checkpoint(path, device='cpu'):
+    """-> (model in eval mode, the checkpoint's dictionary). What sample.py and the other tools use."""
+    ckpt = read_checkpoint(path)
+    return build(ckpt).to(device).eval(), ckpt
+
+
+def initial_model(s, module, model_keys, corpus):
+    """A fresh model, one from other runs' weights, or what a surgery makes of them."""
+    if not s.init_from:
+        if s.surgery:
+            raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
+        return module.Model(make_config(module, model_keys)), None
+    ckpts = [read_checkpoint(path) for path in ([s.init_from] if isinstance(s.init_from, str) else s.init_from)]
+    for ckpt in ckpts:
+        if ckpt['model'] != s.model:
+            raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, but this config trains {s.model}.py")
+        if ckpt['tokenizer'] != corpus.hash:
+            raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
+    if not s.surgery:
+        if len(ckpts) > 1:
+            raise UserError('init_from names several runs: set the surgery that joins them')
+        return build(ckpts[0], **model_keys), None
+    if set(model_keys) - {'vocab_size'}:
+        raise UserError(f"with a surgery the model's settings come from init_from and surgery_args; remove {next(iter(model_keys))}")
+    file, _, name = s.surgery.rpartition('.')
+    try:
+        operate = getattr(importlib.import_module(file) if file else module, name)
+    except (ImportError, AttributeError):
+        raise UserError(f"there is no surgery '{s.surgery}': {file or s.model}.py has no function {name}") from None
+    models = [build(ckpt).eval() for ckpt in ckpts]
+    args = dict(s.surgery_args)
+    if 'batches' in inspect.signature(operate).parameters:
+        args['batches'] = corpus.calibration(s.seq_len or models[0].config.block_size)
+    try:
+        result = operate(models if isinstance(s.init_from, list) else models[0], **args)
+    except (TypeError, ValueError) as e:
+        raise UserError(f'surgery {s.surgery}: {e}') from None
+    return result if isinstance(result, tuple) else (result, None)   # some return (model, report)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def make_optimizer(model, s, machine):
+    """AdamW that decays matrices. Stacked vectors are matrices by shape, but are named ...gain or ...bias."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decays = [p.dim() >= 2 and not n.endswith(('gain', 'bias')) for n, p in named]
+    groups = [dict(params=[p for (_, p), d in zip(named, decays) if d], weight_decay=s.weight_decay),
+              dict(params=[p for (_, p), d in zip(named, decays) if not d], weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), eps=s.eps,
+                             fused=machine.device.type in ('cuda', 'cpu'))
+
+
+def learning_rate(it, s, max_iters):
+    if it < s.warmup_iters:
+        return s.learning_rate * (it + 1) / (s.warmup_iters + 1)
+    done = (it - s.warmup_iters) / max(1, max_iters - s.warmup_iters)
+    shape = dict(cosine=0.5 * (1 + math.cos(math.pi * min(done, 1.0))), linear=1 - min(done, 1.0), constant=1.0)
+    return s.min_lr + shape[s.schedule] * (s.learning_rate - s.min_lr)
+
+
+def train_step(model, optimizer, data, memory, s, machine, lr):
+    """One update. Returns the mean loss and auxiliary values of this process's micro-batches, and the gradient norm.
+    The micro-batches of a step are dealt to the processes in turn, so that W processes with A micro-batches each
+    see what one process with W*A sees."""
+    A, B, world = s.gradient_accumulation_steps, s.batch_size, machine.world
+    if s.memory and data.position in (0, len(data.starts)):
+        memory[:] = [[] for _ in range(A)]               # a new epoch: nothing came before
+    starts = data.take(A * B * world)
+    mean = {}
+    for a in range(A):
+        m = a * world + machine.rank
+        x, y = data.batch(starts[m * B:(m + 1) * B])
+        sync = contextlib.nullcontext() if world == 1 or a == A - 1 else model.no_sync()
+        with sync:
+            with machine.autocast():
+                _, loss, aux = model(x, y, cache=memory[a]) if s.memory else model(x, y)
+            objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
+            (objective / A).backward()
+        if s.memory:
+            memory[a] = [(k[:, :, -s.memory:].detach(), v[:, :, -s.memory:].detach()) for k, v in memory[a]]
+        for name, value in dict(aux, loss=loss).items():
+            mean[name] = mean.get(name, 0.0) + value.detach() / A
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return mean, norm
+
+
+class Trainer:
+    """A run: model, optimiser and place in the data; how they are saved, and the loop that moves them on."""
+
+    def __init__(self, s, machine, corpus, data, model, max_iters, say):
+        self.s, self.machine, self.corpus, self.data, self.model = s, machine, corpus, data, model
+        self.max_iters, self.say, self.out = max_iters, say, Path(s.out_dir)
+        self.optimizer = make_optimizer(model, s, machine)
+        self.it, self.memory = 0, [[] for _ in range(s.gradient_accumulation_steps)]
+        self.health = torch.zeros((), device=machine.device)   # becomes nan with the first loss or norm that is not finite
+        self.caught = []                                 # signals
+        self.check_aux()
+        torch.manual_seed(s.seed + 1 + machine.rank)     # dropout differs between processes
+
+    @torch.no_grad()
+    def check_aux(self):
+        self.model.eval()
+        aux = self.model(torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device))[2]
+        self.model.train()
+        for name in self.s.aux_weights:
+            if name not in aux:
+                raise UserError(f"aux_weights names '{name}', but {self.s.model} returns {', '.join(aux) or 'no auxiliary loss'}")
+
+    def open_folder(self, ckpt):
+        """Make the run's folder, or restore what it holds and cut its log back to the checkpoint."""
+        log = self.out / 'log.jsonl'
+        if self.machine.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            for old in self.out.glob('ckpt*.tmp') if ckpt else self.out.glob('ckpt*'):
+                old.unlink()
+            prepare.copy_tokenizer(self.corpus.folder, self.out)
+            with open(log, 'ab') as f:
+                f.truncate(min(f.tell(), ckpt['log_bytes'] if ckpt else 0))
+            self.log_file = open(log, 'a', encoding='utf-8')
+        if ckpt:
+            self.it = ckpt['iter']
+            self.optimizer.load_state_dict(ckpt['optimizer'])
+            self.data.load_state(ckpt['data'])
+            mine = ckpt['ranks'][min(self.machine.rank, len(ckpt['ranks']) - 1)]
+            self.machine.set_random_state(mine['random'])
+            self.memory = [[(k.to(self.machine.device), v.to(self.machine.device)) for k, v in m] for m in mine['memory']]
+            self.say(f'resume    from step {self.it:,}')
+
+    def log(self, **record):
+        if self.machine.rank == 0:
+            self.log_file.write(json.dumps(dict(iter=self.it, **record)) + '\n')
+            self.log_file.flush()
+
+    def save(self, name='ckpt.pt', whole=True):
+        """whole: everything that going on needs, every process's random state included; else the weights."""
+        self.check_health()
+        ranks = self.machine.gather(dict(random=self.machine.random_state(),
+                                         memory=[[(k.cpu(), v.cpu()) for k, v in m] for m in self.memory])) if whole else []
+        if self.machine.rank == 0:
+            state = dict(model=self.s.model, config=asdict(self.model.config), settings=asdict(self.s), iter=self.it,
+                         tokenizer=self.corpus.hash, weights=self.model.state_dict(), words=self.data.words)
+            if whole:
+                state.update(optimizer=self.optimizer.state_dict(), data=self.data.state(), ranks=ranks,
+                             log_bytes=self.log_file.tell())
+            save_file(state, self.out / name)
+
+    def check_health(self):
+        if self.health.item() != 0:
+            kept = f'the last good checkpoint is {self.out}/ckpt.pt' if (self.out / 'ckpt.pt').exists() else 'no checkpoint was saved yet'
+            raise UserError(f'the loss or its gradient is not finite at step {self.it}; {kept}; try a lower learning_rate')
+
+    def evaluate(self):
+        """Scores on every val set, and where tokens go, into the log; one line per data set on the screen."""
+        s, machine, scores = self.s, self.machine, {}
+        for name, tokens in self.corpus.val.items():
+            batches = val_batches(tokens, self.data.T, s, self.corpus.pad, machine.rank, machine.world)
+            scores[name] = score = evaluate(self.model, batches, self.corpus.token_lengths, machine)
+            self.say(f"step {self.it:6,}  {name}: val loss {score['loss']:.4f}, perplexity {score['perplexity']:.2f}, "
+                     f"{score['bits_per_byte']:.4f} bits per byte")
+        x, _ = next(val_batches(next(iter(self.corpus.val.values())), self.data.T, s, self.corpus.pad))
+        self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x))
+
+    def wrap(self):
+        """The model as it is trained: compiled where that pays, and averaged over processes."""
+        model, s = self.model, self.s
+        if s.compile or (s.compile is None and self.machine.cuda and self.max_iters >= 200):
+            model = torch.compile(model)
+        return torch.nn.parallel.DistributedDataParallel(model) if self.machine.world > 1 else model
+
+    def run(self, ckpt):
+        s, machine, data = self.s, self.machine, self.data
+        self.open_folder(ckpt)
+        model = self.wrap()
+        for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
+            signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
+        pending = [w for w in sorted(s.checkpoint_words) if w > data.words]
+        bar = tqdm(total=self.max_iters, initial=self.it, disable=None if machine.rank == 0 else True, smoothing=0, unit='step')
+        resumed, tokens, clock = ckpt is not None, 0, time.perf_counter()
+        while True:
+            last = self.it >= self.max_iters
+            if not resumed:                              # a resumed run has done this before it was saved
+                if last or self.it % s.eval_interval == 0:
+                    self.evaluate()
+                if last or (self.it % s.save_interval == 0 and (self.it or s.surgery)):
+                    self.save()
+                tokens, clock = 0, time.perf_counter()
+            resumed = False
+            if last:
+                break
+            lr = learning_rate(self.it, s, self.max_iters)
+            mean, norm = train_step(model, self.optimizer, data, self.memory, s, machine, lr)
+            self.it, tokens = self.it + 1, tokens + data.rows * data.T
+            self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; no wait for the device here
+            if self.it % s.log_interval == 0 or self.it == self.max_iters:
+                self.check_health()
+                values = {name: (machine.sum(v.clone()) / machine.world).item() for name, v in mean.items()}
+                rate = tokens / (time.perf_counter() - clock)
+                tokens, clock = 0, time.perf_counter()
+                self.log(**values, lr=lr, grad_norm=norm.item(), tokens_per_s=round(rate), epoch=data.epoch, words=round(data.words))
+                bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} tokens/s")
+            while pending and data.words >= pending[0]:
+                self.save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
+            bar.update()
+            if machine.sum(torch.tensor(float(len(self.caught)), device=machine.device)).item() if machine.world > 1 else self.caught:
+                self.save()
+                bar.close()
+                self.say(f'stopped at step {self.it:,}; go on with the same command and --resume')
+                sys.exit(128 + (self.caught or [signal.SIGTERM])[0])
+        bar.close()
+
+    def finish(self):
+        """A sample of text, and what to do next."""
+        if self.machine.rank == 0:
+            self.model.eval()
+            start = torch.tensor([[self.corpus.tokenizer.eot]], device=self.machine.device)
+            text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
+            self.say(f'\nsample\n{self.corpus.tokenizer.decode(text).strip()}\n')
+            self.say(f'next\n  python sample.py {self.out} --routes     # more text, and the way each token took\n'
+                     f'  python train.py --help                 # every setting; the log is {self.out}/log.jsonl')
+
+
+def short(n):
+    """1000000 -> 1M"""
+    for size, letter in ((1e9, 'B'), (1e6, 'M'), (1e3, 'K')):
+        if n >= size:
+            return f'{n / size:.4g}{letter}'
+    return f'{n:.4g}'
+
+
+def check_resume(ckpt, s, model_keys, corpus, say):
+    """A resumed run is the same run: the same model and tokenizer. Other settings may change, and are told."""
+    if ckpt['model'] != s.model:
+        raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, but this config trains {s.model}.py")
+    if ckpt['tokenizer'] != corpus.hash:
+        raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
+    for key, value in model_keys.items():
+        if ckpt['config'].get(key) != value:
+            raise UserError(f"{s.out_dir} was trained with {key} = {ckpt['config'].get(key)!r}, not {value!r}: "
+                            'resume with the same model, or set another --out_dir')
+    for key, value in asdict(s).items():
+        if ckpt['settings'].get(key) != value and key not in ('resume', 'overwrite'):
+            say(f"resume    {key} was {ckpt['settings'].get(key)!r}, is now {value!r}")
+
+
+def show_plan(model, s, corpus, data, machine, max_iters, say):
+    total, active = model.count_params()
+    say(f'model     {s.model}: {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active per token')
+    if data is None:
+        return
+    for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
+        times = '' if passes == 1 else f', seen {passes:g} times per epoch'
+        say(f'data      {name}: {short(end - begin)} tokens{times}, {short(len(corpus.val[name]))} for validation')
+    say(f'step      {s.batch_size} chunks x {data.T} tokens x {s.gradient_accumulation_steps} accumulated x {machine.world} '
+        f'process{"es" * (machine.world > 1)} = {data.rows * data.T:,} tokens')
+    say(f'plan      {max_iters:,} steps, {short(max_iters * data.rows * data.T)} tokens, '
+        f'{max_iters * data.rows / len(data.starts):.2f} epochs of {len(data.starts):,} chunks')
+    say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+
+
+def main():
+    s, module, model_keys = read_settings(sys.argv[1:])
+    machine = Machine(s)
+    say = tqdm.write if machine.rank == 0 else lambda text: None
+    ckpt = None
+    if s.max_iters != 0 and Path(s.out_dir, 'ckpt.pt').exists() and not s.overwrite:
+        if not s.resume:
+            raise UserError(f'{s.out_dir} holds a run already: add --resume to go on with it, '
+                            '--overwrite to start anew, or choose another --out_dir')
+        ckpt = read_checkpoint(s.out_dir)
+    try:
+        corpus = Corpus(s, machine)
+    except UserError as e:
+        if s.max_iters != 0 or s.init_from:
+            raise
+        show_plan(module.Model(make_config(module, model_keys)), s, None, None, machine, 0, say)
+        say(f'data      {e}')                            # the model's size can be told without data
+        return
+    vocab = corpus.tokenizer.n_vocab
+    if not (ckpt or s.init_from) and model_keys.setdefault('vocab_size', vocab) < vocab:
+        raise UserError(f"vocab_size is {model_keys['vocab_size']}, but the tokenizer of {corpus.folder} has {vocab} entries")
+
+    torch.manual_seed(s.seed)
+    report = None
+    if ckpt:
+        check_resume(ckpt, s, model_keys, corpus, say)
+        model = build(ckpt)
+    else:
+        model, report = initial_model(s, module, model_keys, corpus)
+    model.to(machine.device)
+    data = Data(s, corpus, s.seq_len or model.config.block_size, machine)
+    max_iters = s.max_iters
+    if max_iters is None:
+        max_iters = max(1, data.count_chunks(s.epochs) // data.rows)
+    show_plan(model, s, corpus, data, machine, max_iters, say)
+    if report:
+        say(str(report))
+    trainer = Trainer(s, machine, corpus, data, model, max_iters, say)
+    if max_iters or s.surgery:
+        trainer.run(ckpt)
+    if max_iters:
+        trainer.finish()
+    if machine.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    prepare.run_main(main)
