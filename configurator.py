@@ -12,7 +12,7 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
-from prepare import UserError
+from errors import UserError
 
 
 def evaluate(text):
@@ -46,7 +46,9 @@ def read_command(argv):
     values = {}
     for arg in argv:
         if not arg.startswith('--'):
-            values.update(out_dir=f'out/{Path(arg).stem}')
+            path = Path(arg).with_suffix('')
+            inside = path.parts[path.parts.index('config') + 1:] if 'config' in path.parts else [path.name]
+            values.update(out_dir=Path('out', *inside).as_posix())      # config/paper/moep.py -> out/paper/moep
             values.update(read_config(arg))
             continue
         key, equals, text = arg[2:].partition('=')

@@ -19,12 +19,15 @@ Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. We default to the Switch form that the
   release uses; `entropy` is the printed one with its sign turned, `printed` is the formula to the letter.
 - At top_k = 1 the renormalised weight is always 1: the router then learns from the balance loss alone.
-- Routers have no bias ("size d_P x P"). The paper gives no initialisation: we take GPT-2's.
-- n_layer counts full-width blocks; half of them (rounded down) stand before the parallel stack.
+- The paper says only that the chosen outputs "are summed". That they are weighted, that the weights are renormalised,
+  and that attention reads all earlier tokens follow the release. So do a tied head, biases in experts, dropout.
+- Routers read the stream as it is, without a norm, and have no bias ("size d_P x P").
+- The paper gives no initialisation. We take GPT-2's, except for shrink and grow: they are no branches beside the
+  stream but the stream itself, and keep its size. With 0.02 there, learning is far slower (docs/moep.md).
 
 Dimension letters, used as suffixes where routing makes shapes hard to see:
-B batch, T sequence, N = B*T tokens, D width, H heads, P parallel blocks, E choices (blocks or experts), K chosen
-per token, R rows that are computed (N*K when sparse, sorted by choice), F hidden width, V vocabulary.
+B batch, T sequence, N = B*T tokens, D width, H heads, P parallel blocks, E choices (experts, or blocks: then E = P),
+K chosen per token, R rows that are computed (N*K when sparse, sorted by choice), F another width, V vocabulary.
 """
 
 import math
@@ -39,7 +42,7 @@ import torch.nn.functional as F
 class MoEPConfig:
     vocab_size: int = 16384        # tokens the model knows, end-of-text included
     block_size: int = 512          # longest context: rows of the position table
-    n_layer: int = 2               # full-width Layer Blocks, half before and half behind the parallel stack
+    n_layer: int = 2               # full-width Layer Blocks, half of them (rounded down) before the parallel stack
     n_head: int = 6                # their attention heads
     n_embd: int = 384              # their width, the paper's d_L
     n_parallel: int = 10           # Parallel Layers; 0 makes this a plain GPT-2 of n_layer blocks
@@ -70,8 +73,8 @@ class MoEPConfig:
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each times its own group's matrix; ends_E (int32) is the end row of each group.
-    Autocast does not reach this product, so its dtype is applied here. Where torch has no kernel (Apple's mps,
-    float64, compiled float32, widths that are no multiple of 16 bytes) a loop over the groups gives the same."""
+    Autocast does not reach this product, so its dtype is applied here. Where torch has no kernel (Apple's mps, float64,
+    float16, compiled float32, widths that are no multiple of 16 bytes) a loop over the groups gives the same."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -87,10 +90,10 @@ class SparseRows:
     """N tokens that chose K of E each, as R = N*K rows sorted by choice: one contiguous group of rows per choice."""
 
     def __init__(self, choice_NK, n_choices):
-        self.shape = choice_NK.shape
+        self.choice_NK = choice_NK
         choice, order = choice_NK.flatten().sort(stable=True)
         self.token = order // choice_NK.size(1)          # (R,) the token that a row belongs to
-        self.choice = choice                             # (R,) the expert that works on it
+        self.choice = choice                             # (R,) the block or expert that works on it
         self.place = order.argsort()                     # (N*K,) the row of each (token, k) pair
         self.onehot_RE = choice[:, None] == torch.arange(n_choices, device=choice.device)
         self.ends_E = self.onehot_RE.sum(0).cumsum(0).to(torch.int32)
@@ -105,7 +108,7 @@ class SparseRows:
         return grouped_mm(x_RD, w_EDF, self.ends_E) + self.onehot_RE.to(x_RD.dtype) @ b_EF
 
     def combine(self, y_RD, gate_NK):                    # back in token order, weighted and summed over the K
-        y_NKD = y_RD.index_select(0, self.place).view(*self.shape, -1)
+        y_NKD = y_RD.index_select(0, self.place).view(*self.choice_NK.shape, -1)
         return (gate_NK[:, :, None] * y_NKD).sum(1)
 
 
@@ -126,11 +129,11 @@ class DenseRows:
 
     def combine(self, y_END, gate_NK):
         gate_NE = gate_NK.new_zeros(y_END.size(1), self.n_choices).scatter(1, self.choice_NK, gate_NK)
-        return torch.einsum('ne,end->nd', gate_NE, y_END)
+        return (gate_NE.T[:, :, None] * y_END).sum(0)
 
 
 class Router(nn.Module):
-    """A linear map to E scores, softmax, the K best renormalised to sum to 1; and the balance loss (section 3.4)."""
+    """A linear map to E scores, softmax, the K best renormalised to sum to 1: -> (gates, rows to compute, balance loss)."""
 
     def __init__(self, d, n_choices, config):
         super().__init__()
@@ -139,18 +142,19 @@ class Router(nn.Module):
         self.rows = SparseRows if config.sparse else DenseRows
 
     def forward(self, x_ND):
-        prob_NE = self.linear(x_ND).softmax(-1)          # in float32 under autocast, as the loss is
+        with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
+            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
         gate_NK, choice_NK = prob_NE.topk(self.top_k)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
+        return gate_NK, self.rows(choice_NK, self.n_choices), self.balance_loss(prob_NE, choice_NK)
 
-    def balance_loss(self, prob_NE, choice_NK):
+    def balance_loss(self, prob_NE, choice_NK):          # section 3.4
         p_E = prob_NE.mean(0)                            # p_i: "the average routing probability over a batch"
         if self.balance == 'switch':                     # E * sum f_i p_i: 1 when balanced, E when collapsed
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
             f_E = chosen_NE.mean(0) / self.top_k         # share of the routed slots; sums to 1, carries no gradient
             return self.n_choices * (f_E * p_E).sum()
-        negative_entropy = torch.xlogy(p_E, p_E).sum()   # sum p log p; xlogy(0, 0) = 0
+        negative_entropy = (p_E * p_E.clamp(min=1e-9).log()).sum()
         return negative_entropy if self.balance == 'entropy' else -negative_entropy
 
 
@@ -208,7 +212,9 @@ def fold(ln_gain_PD, ln_bias_PD, w_PDF, b_PF):
 
 
 class ParallelLayer(nn.Module):
-    """P small Transformer blocks read the same input; a token's output is the weighted sum of the K it chose."""
+    """P small Transformer blocks read the same input; a token's output is the weighted sum of the K it chose:
+        out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
+    The residual stream runs inside each block; since the gates sum to 1, x passes through exactly once."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -239,8 +245,7 @@ class ParallelLayer(nn.Module):
     def forward(self, x, cache=None):
         x_ND = x.flatten(0, 1)
         y_NPD = self.attention(x, cache)
-        gate_NK, choice_NK, balance = self.router(x_ND)
-        rows = self.router.rows(choice_NK, self.router.n_choices)
+        gate_NK, rows, balance = self.router(x_ND)
         # from here on only the chosen: R rows, each with the weights of its own block
         x_RD = rows.spread(x_ND) + self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
         fc = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
@@ -263,8 +268,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
-        gate_NK, choice_NK, balance = self.router(x_ND)
-        rows = self.router.rows(choice_NK, self.router.n_choices)
+        gate_NK, rows, balance = self.router(x_ND)
         h_RF = rows.spread(x_ND)
         if self.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
@@ -294,17 +298,22 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2: every matrix from N(0, 0.02), smaller where it writes to the residual stream; biases zero."""
+        """GPT-2's: matrices from N(0, 0.02), smaller where they write to the residual stream, biases zero. Shrink and
+        grow are the stream itself and keep its size: 1/sqrt(fan-in) for linear experts. A SwiGLU expert is quadratic
+        for small inputs, so its first map also lifts the young stream to size 1, and its second brings it back."""
         depth = self.config.n_layer + self.config.n_parallel
+        young = 0.02 * math.sqrt(2)                      # the stream's size at the start: two embeddings
         for name, p in self.named_parameters():
             if 'ln_' in name:
-                continue                                 # gains are ones and biases zeros since their construction
+                continue                                 # ones and zeros already
             if name.endswith('bias'):
                 nn.init.zeros_(p)
+            elif name in ('shrink.fc', 'grow.fc'):
+                nn.init.normal_(p, std=1 / (young * math.sqrt(p.size(1))))
+            elif name in ('shrink.down', 'grow.down'):   # 0.6: the size of silu(a) * b for a and b of size 1
+                nn.init.normal_(p, std=(young / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1)))
             else:
-                in_block = name.startswith(('first', 'parallel', 'last'))
-                writes = in_block and ('.proj' in name or '.down' in name)
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if writes else 0.02)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if '.proj' in name or '.down' in name else 0.02)
 
     def features(self, idx, cache=None):
         """(B, T) token ids -> final-norm states (B, T, D) and the auxiliary losses, each summed over layers."""
@@ -338,12 +347,12 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts. When the position table is full, the last half of it starts a new cache."""
+        """Continue (B, T) prompts; call eval() first. When the position table is full, its last half starts a new cache."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: the tokens that the cache does not hold yet
         for _ in range(max_new_tokens):
             if cache and cache[0][0].size(2) == limit:
-                cache, new = [], idx[:, -(limit // 2):]
+                cache, new = [], idx[:, -max(1, limit // 2):]
             logits = self(new, cache=cache)[0][:, -1].float()
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -362,8 +371,8 @@ class MoEP(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 def record(router, _, output, name=name.removesuffix('.router')):
-                    gate_NK, choice_NK, _ = output
-                    gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices).scatter(1, choice_NK, gate_NK)
+                    gate_NK, rows, _ = output
+                    gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices).scatter(1, rows.choice_NK, gate_NK)
                     found[name] = gate_NE.view(*idx.shape, -1)
                 hooks.append(module.register_forward_hook(record))
         try:
@@ -374,8 +383,8 @@ class MoEP(nn.Module):
         return found                                     # in the order in which a token meets them
 
     def count_params(self):
-        """Total, and active: what works on a token. The head counts (once), the position table is only looked up;
-        of a parallel layer all norms, queries, keys and values count, but K of P output projections and FFNs."""
+        """Total, and active: what multiplies a token on the sparse path. The head counts (once), the position table is
+        only looked up; of a parallel layer all queries, keys and values count, but K of P output projections and FFNs."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()
         for name, p in self.named_parameters():

@@ -10,7 +10,8 @@ import argparse
 
 import torch
 
-from prepare import UserError, load_tokenizer, run_main
+from errors import UserError, run_main
+from prepare import load_tokenizer
 from train import load_checkpoint
 
 

@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 import configurator
 import prepare
+from errors import UserError, run_main
 from loader import Corpus, Data, val_batches
-from prepare import UserError
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Machine:
 
 
 @torch.no_grad()
-def evaluate(model, batches, token_lengths, machine):
+def score(model, batches, token_lengths, machine):
     """Loss per token, perplexity, and bits per byte: all costs, end-of-text's too, over the bytes of the text."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)           # nats, targets, bytes
@@ -192,10 +192,11 @@ def evaluate(model, batches, token_lengths, machine):
 
 
 @torch.no_grad()
-def route_shares(model, x):
+def route_shares(model, x, machine):
     """{layer: the share of the routed slots that went to each choice}."""
     model.eval()
-    gates = model.routes(x)
+    with machine.autocast():
+        gates = model.routes(x)
     model.train()
     counts = {name: (gate != 0).flatten(0, 1).sum(0).double() for name, gate in gates.items()}
     return {name: [round(v, 4) for v in (count / count.sum()).tolist()] for name, count in counts.items()}
@@ -347,7 +348,8 @@ class Trainer:
     @torch.no_grad()
     def check_aux(self):
         self.model.eval()
-        aux = self.model(torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device))[2]
+        with self.machine.autocast():
+            aux = self.model(torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device))[2]
         self.model.train()
         for name in self.s.aux_weights:
             if name not in aux:
@@ -401,11 +403,11 @@ class Trainer:
         s, machine, scores = self.s, self.machine, {}
         for name, tokens in self.corpus.val.items():
             batches = val_batches(tokens, self.data.T, s, self.corpus.pad, machine.rank, machine.world)
-            scores[name] = score = evaluate(self.model, batches, self.corpus.token_lengths, machine)
-            self.say(f"step {self.it:6,}  {name}: val loss {score['loss']:.4f}, perplexity {score['perplexity']:.2f}, "
-                     f"{score['bits_per_byte']:.4f} bits per byte")
+            scores[name] = v = score(self.model, batches, self.corpus.token_lengths, machine)
+            self.say(f"step {self.it:6,}  {name}: val loss {v['loss']:.4f}, perplexity {v['perplexity']:.2f}, "
+                     f"{v['bits_per_byte']:.4f} bits per byte")
         x, _ = next(val_batches(next(iter(self.corpus.val.values())), self.data.T, s, self.corpus.pad))
-        self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x))
+        self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x, machine))
 
     def wrap(self):
         """The model as it is trained: compiled where that pays, and averaged over processes."""
@@ -414,33 +416,50 @@ class Trainer:
             model = torch.compile(model)
         return torch.nn.parallel.DistributedDataParallel(model) if self.machine.world > 1 else model
 
+    def due(self, interval):
+        return self.it % interval == 0 or self.it >= self.max_iters
+
+    def asked_to_stop(self):
+        """After SIGINT or SIGTERM. Several processes must agree, and do so where they wait for each other anyway."""
+        if self.machine.world == 1:
+            return bool(self.caught)
+        if not self.due(self.s.log_interval):
+            return False
+        return self.machine.sum(torch.tensor(float(len(self.caught)), device=self.machine.device)).item() > 0
+
     def run(self, ckpt):
-        s, machine, data = self.s, self.machine, self.data
+        s, data, machine = self.s, self.data, self.machine
         self.open_folder(ckpt)
         model = self.wrap()
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]
         bar = tqdm(total=self.max_iters, initial=self.it, disable=None if machine.rank == 0 else True, smoothing=0, unit='step')
-        resumed, tokens, clock = ckpt is not None, 0, time.perf_counter()
+        evaluated = ckpt is not None                     # a checkpoint is saved after its step's evaluation
+        tokens, clock = 0, time.perf_counter()
         while True:
-            last = self.it >= self.max_iters
-            if not resumed:                              # a resumed run has done this before it was saved
-                if last or self.it % s.eval_interval == 0:
+            if not evaluated and (self.due(s.eval_interval) or self.due(s.save_interval)):
+                if self.due(s.eval_interval):
                     self.evaluate()
-                if last or (self.it % s.save_interval == 0 and (self.it or s.surgery)):
+                if self.due(s.save_interval) and (self.it or s.surgery):
                     self.save()
                 tokens, clock = 0, time.perf_counter()
-            resumed = False
-            if last:
+            evaluated = False
+            if self.it >= self.max_iters:
                 break
+            if self.asked_to_stop():
+                self.save()
+                bar.close()
+                self.say(f'stopped at step {self.it:,}; go on with the same command and --resume')
+                sys.exit(128 + (self.caught or [signal.SIGTERM])[0])
+
             lr = learning_rate(self.it, s, self.max_iters)
             mean, norm = train_step(model, self.optimizer, data, self.memory, s, machine, lr)
             self.it, tokens = self.it + 1, tokens + data.rows * data.T
-            self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; no wait for the device here
-            if self.it % s.log_interval == 0 or self.it == self.max_iters:
+            self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; the device is not waited for
+            if self.due(s.log_interval):
                 self.check_health()
-                values = {name: (machine.sum(v.clone()) / machine.world).item() for name, v in mean.items()}
+                values = {name: machine.sum(v.clone()).item() / machine.world for name, v in mean.items()}
                 rate = tokens / (time.perf_counter() - clock)
                 tokens, clock = 0, time.perf_counter()
                 self.log(**values, lr=lr, grad_norm=norm.item(), tokens_per_s=round(rate), epoch=data.epoch, words=round(data.words))
@@ -448,11 +467,6 @@ class Trainer:
             while pending and data.words >= pending[0]:
                 self.save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
             bar.update()
-            if machine.sum(torch.tensor(float(len(self.caught)), device=machine.device)).item() if machine.world > 1 else self.caught:
-                self.save()
-                bar.close()
-                self.say(f'stopped at step {self.it:,}; go on with the same command and --resume')
-                sys.exit(128 + (self.caught or [signal.SIGTERM])[0])
         bar.close()
 
     def finish(self):
@@ -460,10 +474,12 @@ class Trainer:
         if self.machine.rank == 0:
             self.model.eval()
             start = torch.tensor([[self.corpus.tokenizer.eot]], device=self.machine.device)
-            text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
+            with self.machine.autocast():
+                text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
             self.say(f'\nsample\n{self.corpus.tokenizer.decode(text).strip()}\n')
-            self.say(f'next\n  python sample.py {self.out} --routes     # more text, and the way each token took\n'
-                     f'  python train.py --help                 # every setting; the log is {self.out}/log.jsonl')
+            self.say(f'next\n  python sample.py {self.out} --routes       # more text, and the way each token took\n'
+                     f'  python eval_blimp.py {self.out}            # how many minimal pairs it gets right\n'
+                     f'  python train.py --help                   # every setting; the log is {self.out}/log.jsonl')
 
 
 def short(n):
@@ -509,7 +525,7 @@ def main():
     machine = Machine(s)
     say = tqdm.write if machine.rank == 0 else lambda text: None
     ckpt = None
-    if s.max_iters != 0 and Path(s.out_dir, 'ckpt.pt').exists() and not s.overwrite:
+    if (s.max_iters != 0 or s.surgery) and Path(s.out_dir, 'ckpt.pt').exists() and not s.overwrite:
         if not s.resume:
             raise UserError(f'{s.out_dir} holds a run already: add --resume to go on with it, '
                             '--overwrite to start anew, or choose another --out_dir')
@@ -551,4 +567,4 @@ def main():
 
 
 if __name__ == '__main__':
-    prepare.run_main(main)
+    run_main(main)

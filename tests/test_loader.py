@@ -10,7 +10,7 @@ import torch
 
 from loader import Corpus, Data, val_batches
 from prepare import UserError
-from train import Settings, evaluate
+from train import Settings, score
 
 EOT = 99
 
@@ -139,10 +139,10 @@ def test_bits_per_byte_of_a_uniform_model():
             return None, torch.where(y >= 0, math.log(100.0), 0.0), {}
     tokens = torch.randint(0, 100, (1001,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     lengths = torch.tensor([i % 5 + 1 for i in range(99)] + [0])
-    score = evaluate(Uniform(), val_batches(tokens, 64, Settings(batch_size=4), -1), lengths, machine())
+    got = score(Uniform(), val_batches(tokens, 64, Settings(batch_size=4), -1), lengths, machine())
     n_bytes = lengths[tokens[1:].long()].sum().item()
-    assert math.isclose(score['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
-    assert math.isclose(score['loss'], math.log(100), rel_tol=1e-6) and math.isclose(score['perplexity'], 100, rel_tol=1e-5)
+    assert math.isclose(got['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
+    assert math.isclose(got['loss'], math.log(100), rel_tol=1e-6) and math.isclose(got['perplexity'], 100, rel_tol=1e-5)
 
 
 def test_corpus_refuses_bad_ranges(tmp_path):

@@ -352,6 +352,7 @@ def test_config_files(tmp_path):
     assert values == dict(out_dir='out/good', batch_size=10.0, aux_weights=dict(block_balance=0.01), model='moep', resume=True, data='toy_math')
     given, keys = configurator.sort_keys(values, train.Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
+    assert configurator.read_command(['config/paper/moep.py'])['out_dir'] == 'out/paper/moep'
     for text, message in (('import os', ':1: a config'), ('a = b = 1', ':1:'), ('x = 1\ny = open("f")', ':2: the value of y'), ('x = (', ':1:')):
         good.write_text(text)
         with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""The GPT-2 baseline of the MoEP paper, as in the paper's Appendix A and B: 28M parameters, BabyLM strict-small, 10 epochs of 10M words.
+"""The GPT-2 baseline of the MoEP paper (Appendix A and B): 28M parameters, BabyLM strict-small, 10 epochs of 10M words.
 
 python prepare.py babylm && python train.py config/paper/gpt2.py
 """
@@ -17,10 +17,16 @@ stride = 128                    # windows of 512 tokens every 128, drawn without
 epoch_words = 10e6              # "each epoch stopped after approximately 10M words"
 epochs = 10
 batch_size = 16
+gradient_accumulation_steps = 1
 learning_rate = 3e-4
+min_lr = 0.0                    # not given in the paper
 schedule = 'cosine'
 warmup_iters = 800
 weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-8
+grad_clip = 1.0                 # not given in the paper
 seed = 42
 eval_interval = 2000
 save_interval = 2000

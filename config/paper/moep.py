@@ -17,16 +17,23 @@ n_block = 4
 n_expert = 4
 top_k = 2
 dropout = 0.1
+balance = 'switch'              # the form that the release uses; the printed one has the other sign
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)   # the paper gives no weights
 
 stride = 128                    # windows of 512 tokens every 128, drawn without replacement
 epoch_words = 10e6              # "each epoch stopped after approximately 10M words"
 epochs = 10
 batch_size = 16
+gradient_accumulation_steps = 1
 learning_rate = 3e-4
+min_lr = 0.0                    # not given in the paper
 schedule = 'cosine'
 warmup_iters = 800
 weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-8
+grad_clip = 1.0                 # not given in the paper
 seed = 42
 eval_interval = 2000
 save_interval = 2000

@@ -1,0 +1,23 @@
+"""What a user can meet is one line that says what is wrong and what to do, and exit code 2; never a traceback."""
+
+import os
+import sys
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Its text is that line."""
+
+
+def run_main(main):
+    """How every script ends: if __name__ == '__main__': run_main(main)"""
+    try:
+        main()
+    except UserError as error:
+        print(f'{Path(sys.argv[0]).name}: {error}', file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:                              # the reader went away, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,0 +1,373 @@
+"""eval_blimp.py: scores by hand, batches against single sentences, rules for pairs, and what it says to mistakes."""
+
+import json
+import math
+import random
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import eval_blimp
+import prepare
+from eval_blimp import Sentences, evaluate, read_pairs, score
+from moep import MoEP, MoEPConfig
+from prepare import UserError
+
+EOT = 256
+BYTES = SimpleNamespace(encode=lambda text: list(text.encode()), eot=EOT, n_vocab=257)
+CHUNKS = SimpleNamespace(encode=lambda text: [i for b in text.encode() for i in (b, 256, 258, 258)], eot=257, n_vocab=259)
+TINY = dict(vocab_size=257, block_size=64, n_head=2, n_embd=16, n_head_parallel=1, n_embd_parallel=16, n_block=2,
+            n_expert=2, top_k=1, dropout=0.1)
+WORDS = 'the a cat dog man woman sees see likes like himself herself that who never ever'.split()
+
+
+def write_pairs(folder, files):
+    """{paradigm: [(good, bad) or a whole row]} as a folder in BLiMP's format."""
+    folder.mkdir(exist_ok=True)
+    for name, pairs in files.items():
+        rows = [p if isinstance(p, dict) else dict(sentence_good=p[0], sentence_bad=p[1], UID=name) for p in pairs]
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+    return folder
+
+
+def random_pairs(n, seed=0):
+    dice = random.Random(seed)
+    sentence = lambda: ' '.join(dice.choices(WORDS, k=dice.randint(1, 9)))
+    return [(sentence(), sentence()) for _ in range(n)]
+
+
+def score_texts(model, texts, tokenizer=BYTES, slots=1, pad=-1, mode='harness', budget=512):
+    """{text: score}, as the tool finds it."""
+    paradigms = {'p': eval_blimp.Paradigm(None, None, [('f', 1)], list(texts), list(texts))}
+    sentences = Sentences(paradigms, tokenizer, slots, pad, mode)
+    scores = score(model, sentences, budget)
+    return {text: float(scores[sentences.number[text]]) for text in texts}
+
+
+class Bigrams(nn.Module):
+    """p(next | this) from a table; what is not in it has probability 2^-20."""
+
+    def __init__(self, table, block_size=64):
+        super().__init__()
+        self.config = SimpleNamespace(block_size=block_size)
+        self.p = torch.full((257, 257), 2.0 ** -20)
+        for (a, b), p in table.items():
+            self.p[a if isinstance(a, int) else ord(a), ord(b)] = p
+
+    def forward(self, idx, targets=None, reduction='mean'):
+        nats = -self.p[idx, targets.clamp(min=0)].log()
+        return None, nats.masked_fill(targets < 0, 0.0), {}
+
+
+HALVES = Bigrams({(EOT, ' '): 1 / 2, (EOT, 'a'): 1 / 16, (' ', 'a'): 1 / 2, (' ', 'b'): 1 / 4, ('a', 'b'): 1 / 8,
+                  ('b', 'a'): 1 / 4, ('a', 'a'): 1 / 2})
+
+
+def tiny_moep(form, seed=0):
+    torch.manual_seed(seed)
+    model = MoEP(MoEPConfig(**TINY, **(dict(n_parallel=2) if form == 'moep' else dict(n_parallel=0)), n_layer=2))
+    with torch.no_grad():                                # far from uniform, so that an error would show
+        for p in model.parameters():
+            p.mul_(5 if p.dim() > 1 else 1)
+    return model.eval()
+
+
+class ChunkModel(nn.Module):
+    """A byte-level model in miniature: mean of a chunk's bytes, causal mean over chunks, causal inside a chunk."""
+
+    def __init__(self, slots, d=16):
+        super().__init__()
+        torch.manual_seed(1)
+        self.slots, self.config = slots, SimpleNamespace(block_size=64 * slots)
+        self.embed, self.core, self.head = nn.Embedding(259, d), nn.Linear(d, d), nn.Linear(d, 259)
+        nn.init.normal_(self.head.weight, std=1.0)
+
+    def forward(self, idx, targets=None, reduction='mean'):
+        B, T = idx.shape
+        assert T % self.slots == 0 and (idx.view(B, -1, self.slots)[:, :, 0] != 258).all()   # whole chunks, none empty
+        e = self.embed(idx).view(B, -1, self.slots, 16)
+        real = (idx != 258).view(B, -1, self.slots, 1)
+        chunk = (e * real).sum(2) / real.sum(2)                              # 0 / 0 for an empty chunk
+        steps = torch.arange(1, chunk.size(1) + 1)[:, None]
+        h = torch.tanh(self.core(chunk.cumsum(1) / steps))                   # (B, chunks, d)
+        before = torch.cat((torch.zeros(B, 1, 16), h[:, :-1]), 1)[:, :, None]
+        inside = before + e.cumsum(2)                                        # slot t has read its chunk up to t
+        inside = torch.cat((inside[:, :, :-1], h[:, :, None]), 2)            # the last slot opens the next chunk
+        logits = self.head(inside.view(B, T, 16))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='none')
+        return None, loss.view(B, T), {}
+
+
+# ------------------------------------------------------------------------------------------------ scores by hand
+
+
+def test_harness_scores_by_hand():
+    """[end-of-text] + ' ab': p(' ') p(a | ' ') p(b | a), the first token of the sentence included."""
+    scores = score_texts(HALVES, ['ab', 'ba', 'aab', 'b'])
+    assert scores['ab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 8), abs=1e-6)
+    assert scores['ba'] == pytest.approx(math.log(1 / 2 * 1 / 4 * 1 / 4), abs=1e-6)
+    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 2 * 1 / 8), abs=1e-6)
+    assert scores['b'] == pytest.approx(math.log(1 / 2 * 1 / 4), abs=1e-6)
+
+
+def test_babylm2025_scores_by_hand():
+    """'ab' as it stands: p(b | a) alone; a sentence of one token scores 0."""
+    scores = score_texts(HALVES, ['ab', 'ba', 'aab', 'b'], mode='babylm2025')
+    assert scores['ab'] == pytest.approx(math.log(1 / 8), abs=1e-6)
+    assert scores['ba'] == pytest.approx(math.log(1 / 4), abs=1e-6)
+    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 8), abs=1e-6)
+    assert scores['b'] == 0.0
+
+
+def test_chunk_scores_by_hand():
+    """Uniform over 259 symbols: bytes and ends of chunks are scored, padding and the first chunk are not."""
+    model = ChunkModel(4)
+    nn.init.zeros_(model.head.weight), nn.init.zeros_(model.head.bias)
+    for mode, scored in (('harness', 3 * 2), ('babylm2025', 2)):             # ' ab' is three chunks, 'ab' two
+        scores = score_texts(model, ['ab'], CHUNKS, 4, 258, mode)
+        assert scores['ab'] == pytest.approx(-scored * math.log(259), abs=1e-4)
+
+
+def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
+    # ab and ba are a tie in harness mode: 1/32 each; aa is better than both
+    files = {'tie': [('ab', 'ba'), ('ba', 'ab')], 'same': [('ab', 'ab'), ('aa', 'ab')], 'wrong': [('ab', 'aa')]}
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
+    sentences = Sentences(paradigms, BYTES)
+    result = evaluate(paradigms, sentences, score(HALVES, sentences))
+    assert {name: r['accuracy'] for name, r in result.items()} == {'tie': 100.0, 'same': 100.0, 'wrong': 0.0}
+    assert {name: r['identical'] for name, r in result.items()} == {'tie': 0, 'same': 1, 'wrong': 0}
+    assert {name: r['ties'] for name, r in result.items()} == {'tie': 2, 'same': 0, 'wrong': 0}
+
+
+def test_shorter_sentence_baseline(tmp_path):
+    files = {'p': [('aa', 'aaa'), ('aaa', 'aa'), ('aa', 'ab'), ('a', 'aaa')]}            # 1 + 0 + 1/2 + 1
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
+    for mode in ('harness', 'babylm2025'):
+        sentences = Sentences(paradigms, BYTES, mode=mode)
+        assert evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))['p']['shorter'] == 62.5
+
+
+@pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
+def test_a_sentence_fits_or_is_an_error_with_its_line(tmp_path, mode, longest):
+    """At block_size 7: all but the last letter are read, with end-of-text and a space before them or without."""
+    pairs = [('a', 'b'), ('a' * longest, 'a'), ('a', 'a' * (longest + 1))]
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs[:2]}))
+    Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs}))
+    with pytest.raises(UserError, match=r'p\.jsonl:3: a sentence needs 8 tokens of context.*block_size is 7'):
+        Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def one_by_one(model, text, mode, tokenizer=BYTES, slots=1, pad=-1):
+    """The plain way: one sentence, no padding, logits' own log-probabilities."""
+    end = [tokenizer.eot] + [pad] * (slots - 1)
+    ids = end + tokenizer.encode(' ' + text) if mode == 'harness' else tokenizer.encode(text)
+    x = torch.tensor([ids])
+    y = torch.tensor([ids[1:] + [-1]])
+    y[:, :slots - 1] = -1
+    y[y == pad] = -1
+    with torch.no_grad():
+        return -model(x, y, reduction='none')[1].sum().item()
+
+
+@pytest.mark.parametrize('mode', ['harness', 'babylm2025'])
+@pytest.mark.parametrize('form', ['moep', 'gpt2', 'chunks'])
+def test_batched_equals_one_by_one(form, mode):
+    texts = sorted({s for pair in random_pairs(30) for s in pair})
+    kind = (CHUNKS, 4, 258) if form == 'chunks' else (BYTES, 1, -1)
+    model = ChunkModel(4) if form == 'chunks' else tiny_moep(form)
+    expected = {text: one_by_one(model, text, mode, *kind) for text in texts}
+    assert len({round(v, 3) for v in expected.values()}) > 30
+    for budget in (1, 300, 100_000):
+        assert score_texts(model, texts, *kind, mode, budget) == pytest.approx(expected, abs=1e-4)
+
+
+def test_order_of_files_and_batch_size_change_nothing(tmp_path):
+    model, files = tiny_moep('moep'), {f'p{i}': random_pairs(25, seed=i) for i in range(3)}
+    found = []
+    for i, (names, budget) in enumerate([('abc', 700), ('cab', 700), ('abc', 64), ('bca', 100_000)]):
+        renamed = {letter: files[f'p{j}'] for letter, j in zip(names, range(3))}         # read in another order
+        paradigms = read_pairs(write_pairs(tmp_path / str(i), renamed))
+        sentences = Sentences(paradigms, BYTES)
+        result = evaluate(paradigms, sentences, score(model, sentences, budget))
+        found.append([result[letter] for letter in names])
+    assert found[0][0]['good'] == found[1][0]['good'] and found[0][2]['bad'] == found[1][2]['bad']   # to the last bit
+    for other in found[1:]:
+        for a, b in zip(found[0], other):
+            assert a['accuracy'] == b['accuracy'] and a['good'] == pytest.approx(b['good'], abs=1e-4)
+
+
+def test_batches_keep_to_their_budget_and_hold_everything():
+    paradigms = {'p': eval_blimp.Paradigm(None, None, [], *map(list, zip(*random_pairs(100))))}
+    sentences = Sentences(paradigms, BYTES)
+    batches = list(sentences.batches(200))
+    assert sorted(np.concatenate(batches)) == list(range(len(sentences.ids)))
+    assert all(len(rows) * sentences.width[rows].max() <= 200 for rows in batches)
+
+
+# ------------------------------------------------------------------------------------------------ groups and subsets
+
+
+def test_groups_join_what_is_spelt_twice(tmp_path):
+    row = lambda term, area: dict(sentence_good='a', sentence_bad='b', linguistics_term=term, field=area)
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', {
+        'x': [row('s-selection', 'syntax')], 'y': [row('argument_structure', 'syntax/semantics')] * 3,
+        'z': [row('binding', 'syntax_semantics')]}))
+    names = {(heading, name): members for heading, name, members in eval_blimp.groups(paradigms)}
+    assert names['', 'overall'] == ['x', 'y', 'z']
+    assert names['field', 'syntax_semantics'] == ['y', 'z'] and names['phenomenon', 'argument_structure'] == ['x', 'y']
+    assert eval_blimp.mean({'x': 100, 'y': 0, 'z': 50}, ['x', 'y', 'z']) == 50       # each paradigm once, not each pair
+
+
+def test_published_columns():
+    columns = eval_blimp.published_columns(['wh_island'])
+    overall = {name: round(sum(c.values()) / len(c), 1) for name, c in columns.items()}
+    assert all(len(c) == 67 for c in columns.values())
+    assert overall == {'5-gram': 61.2, 'LSTM': 69.8, 'GPT-2': 83.0, 'human': 88.6}   # as the authors give them
+    assert eval_blimp.published_columns(['wh_island', 'a_toy_paradigm']) == {}
+
+
+def test_subset(tmp_path):
+    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b'), ('c', 'd'), ('e', 'f')]})
+    with pytest.raises(UserError, match='blimp_fast_pair_ids.json'):
+        read_pairs(data, 'fast')
+    for place in (tmp_path, data):                       # beside the folder, then in it
+        rows = [2, 0] if place == tmp_path else [1]
+        (place / 'blimp_fast_pair_ids.json').write_text(json.dumps({'p': rows}))
+        assert read_pairs(data, 'fast')['p'].good == [['a', 'e'], ['c']][place == data]
+    for broken in ('[1]', '{"p": [3]}', '{"q": [0]}', '{"p": 1}', '{'):
+        (data / 'blimp_fast_pair_ids.json').write_text(broken)
+        with pytest.raises(UserError, match='pair_ids.json is broken|does not fit its 3 rows'):
+            read_pairs(data, 'fast')
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """Two run folders with checkpoints, as train.py leaves them."""
+    root = tmp_path_factory.mktemp('runs')
+    (root / 'text.txt').write_text('The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n')
+    prepare.main(['text', '--name', 'set', '--input', str(root / 'text.txt'), '--tokenizer', 'bytes', '--out', str(root)])
+    for form in ('moep', 'gpt2'):
+        (root / form).mkdir()
+        prepare.copy_tokenizer(root / 'set', root / form)
+        for name, step in (('ckpt', 20), ('ckpt_2K', 2), ('ckpt_10K', 10)):
+            model = tiny_moep(form, seed=step)
+            state = dict(model='moep', config=asdict(model.config), settings={}, iter=step, tokenizer=prepare.load_tokenizer(root / 'set').hash,
+                         weights=model.state_dict(), words=1000.0 * step)
+            torch.save(state, root / form / f'{name}.pt')
+    return root
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def call(*args):
+        monkeypatch.setattr(sys, 'argv', ['eval_blimp.py', *map(str, args)])
+        eval_blimp.main()
+        return capsys.readouterr().out
+    return call
+
+
+def test_one_checkpoint(call, runs, tmp_path):
+    files = {'wh_island': random_pairs(10), 'transitive': random_pairs(10, 1), 'causative': random_pairs(10, 2)}
+    data = write_pairs(tmp_path / 'd', files)
+    out = call(runs / 'moep', '--data', data, '--paradigms', '--json', tmp_path / 'x.json', '--device', 'cpu')
+    for word in '30 pairs|3 paradigms|overall|shorter|5-gram|LSTM|GPT-2|human|wh_island|78.9'.split('|'):
+        assert word in out
+    found = json.loads((tmp_path / 'x.json').read_text())
+    run, = found['runs']
+    accuracies = []
+    for name, pairs in files.items():
+        r = run['paradigms'][name]
+        right = [one_by_one(tiny_moep('moep', 20), g, 'harness') >= one_by_one(tiny_moep('moep', 20), b, 'harness')
+                 for g, b in pairs]
+        assert [g >= b for g, b in zip(r['good'], r['bad'])] == right and r['lines'] == list(range(1, 11))
+        accuracies.append(100 * np.mean(right))
+    assert run['overall'] == pytest.approx(np.mean(accuracies)) and not list(tmp_path.glob('*.tmp'))
+    plain = call(runs / 'moep', '--data', write_pairs(tmp_path / 'e', {**files, 'mine': random_pairs(5)}))
+    assert 'human' not in plain and 'wh_island' not in plain                 # not BLiMP; no --paradigms
+
+
+def test_the_byte_level_tokenizer_gives_whole_chunks(tmp_path):
+    (tmp_path / 'text.txt').write_text('The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n')
+    prepare.main(['text', '--name', 'set', '--input', str(tmp_path / 'text.txt'), '--tokenizer', 'bytes', '--chunks',
+                  '--byte_limit', '3', '--out', str(tmp_path)])
+    tokenizer, meta = prepare.load_tokenizer(tmp_path / 'set'), prepare.load_meta(tmp_path / 'set')
+    assert (meta['slots'], meta['pad']) == (4, 258) and tokenizer.encode('ab') == CHUNKS.encode('ab')
+    model, kind = ChunkModel(4), (tokenizer, meta['slots'], meta['pad'])
+    for text, found in score_texts(model, ['The cat', 'a', 'The dogs see'], *kind).items():
+        assert found == pytest.approx(one_by_one(model, text, 'harness', *kind), abs=1e-4)
+
+
+def test_learning_curve_as_a_user_runs_it(run, runs, tmp_path):
+    data = write_pairs(tmp_path / 'd', {'p': random_pairs(10)})
+    done = run('eval_blimp.py', *sorted((runs / 'moep').glob('*.pt')), runs / 'gpt2', '--data', data, '--plot',
+               tmp_path / 'curve.png', '--json', tmp_path / 'x.json', cwd=tmp_path)
+    order = [(r['folder'], r['iter']) for r in json.loads((tmp_path / 'x.json').read_text())['runs']]
+    assert order == [(str(runs / 'moep'), i) for i in (2, 10, 20)] + [(str(runs / 'gpt2'), 20)]
+    assert all(f'({i})' in done.stdout for i in (1, 2, 3, 4)) and '10K words' in done.stdout
+    assert (tmp_path / 'curve.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize('text, message', [
+    ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", \n', r'p.jsonl:2: not a row of JSON'),
+    ('\n{"sentence_good": "a"}\n', r'p.jsonl:2: no text in sentence_bad'),
+    (None, 'no .jsonl file in'),
+])
+def test_mistakes_are_one_line_and_exit_2(run, runs, tmp_path, text, message):
+    (tmp_path / 'd').mkdir()
+    if text:
+        (tmp_path / 'd' / 'p.jsonl').write_text(text)
+    done = run('eval_blimp.py', runs / 'moep', '--data', tmp_path / 'd', code=2)
+    assert message in done.stderr and done.stderr.count('\n') == 1 and done.stdout == ''
+
+
+@pytest.mark.parametrize('line, message', [
+    ('[1, 2]', r':1: no text in sentence_good \(the row has: no fields'),
+    ('{"sentence_good": 3, "sentence_bad": "b"}', ':1: no text in sentence_good'),
+    ('{"sentence_good": "a", "sentence_bad": " "}', ':1: no text in sentence_bad'),
+    ('{"sentence_good": "a", "sentence_bad": "\\ud800"}', ':1: not a row of JSON in Unicode'),
+    ('', 'there is no pair in it'),
+])
+def test_broken_rows(tmp_path, line, message):
+    (tmp_path / 'p.jsonl').write_text(line + '\n')
+    with pytest.raises(UserError, match=message):
+        read_pairs(tmp_path)
+
+
+def test_other_mistakes(call, runs, tmp_path):
+    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b' * 70)]})
+    for args, message in (
+            ((tmp_path / 'none', '--data', data), 'there is no checkpoint'),
+            ((runs / 'moep', runs / 'moep' / 'ckpt_9.pt', '--data', data), 'there is no checkpoint'),
+            ((runs / 'moep', '--data', tmp_path / 'none'), 'there is no folder'),
+            ((runs / 'moep', '--data', data), 'p.jsonl:1: .*block_size is 64'),
+            ((runs / 'moep', '--data', data, '--mode', 'other'), 'invalid choice'),
+            ((runs / 'moep', '--data', data, '--device', 'abacus'), "device 'abacus'"),
+            ((runs / 'moep', '--data', data, '--json', tmp_path / 'no' / 'x.json'), 'cannot be written'),
+            ((runs / 'moep', '--data', data, '--plot', tmp_path / 'x.docx'), 'png')):
+        with pytest.raises(UserError, match=message):
+            call(*args)
+
+
+def test_the_wrong_tokenizer_and_nan_are_noticed(call, runs, tmp_path):
+    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b')]})
+    state = torch.load(runs / 'gpt2' / 'ckpt.pt')
+    torch.save(dict(state, tokenizer='other'), runs / 'gpt2' / 'ckpt_other.pt')
+    with pytest.raises(UserError, match='another tokenizer'):
+        call(runs / 'gpt2' / 'ckpt_other.pt', '--data', data)
+    state['weights']['wte.weight'][:] = math.nan
+    torch.save(state, runs / 'gpt2' / 'ckpt_nan.pt')
+    with pytest.raises(UserError, match='nan'):
+        call(runs / 'gpt2' / 'ckpt_nan.pt', '--data', data)

@@ -1,0 +1,49 @@
+"""sample.py on a small trained run, as a user calls it."""
+
+import re
+
+import pytest
+
+from test_train import TINY
+
+
+@pytest.fixture(scope='module')
+def trained(run, data_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp('out') / 'run'
+    run('train.py', *TINY, '--top_k=2', f'--data_dir={data_dir}', f'--out_dir={out}', '--max_iters=30')
+    return out
+
+
+def test_text(run, trained):
+    args = ['sample.py', trained, '--prompt', 'Once upon a time', '--max_new_tokens', 40, '--device', 'cpu']
+    first = run(*args, '--num', 2).stdout
+    assert first.startswith('Once upon a time') and first.count('-' * 40) == 1
+    assert run(*args, '--num', 2).stdout == first        # the seed decides
+    assert run(*args, '--num', 2, '--seed', 1).stdout != first
+    greedy = run(*args, '--temperature', 0).stdout
+    assert greedy == run(*args, '--top_k', 1, '--seed', 5).stdout
+    assert run('sample.py', trained, '--max_new_tokens', 5, '--device', 'cpu').stdout.strip()
+
+
+def test_next(run, trained):
+    lines = run('sample.py', trained, '--prompt', 'Once upon a', '--next', 5, '--device', 'cpu').stdout.splitlines()
+    probabilities = [float(line.split()[0]) for line in lines]
+    assert len(lines) == 5 and probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1
+
+
+def test_routes(run, trained):
+    text = run('sample.py', trained, '--prompt', 'The dogs', '--routes', '--max_new_tokens', 6, '--device', 'cpu').stdout
+    table = text.split('\n\n')[-1].splitlines()
+    assert table[0].split() == ['token', 'shrink', 'parallel.0', 'grow'] and table[1].startswith('<eot>')
+    for line in table[1:]:                               # two choices in each of three layers, which share 100%
+        ways = re.findall(r'(\d):(\d+)', line)
+        assert len(ways) == 6
+        for (_, a), (_, b) in zip(ways[::2], ways[1::2]):
+            assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
+
+
+def test_mistakes(run, trained, tmp_path):
+    done = run('sample.py', tmp_path / 'nothing', code=2)
+    assert done.stderr.startswith('sample.py: ') and done.stderr.count('\n') == 1
+    (tmp_path / 'ckpt.pt').write_bytes(b'broken')
+    assert 'not a whole checkpoint' in run('sample.py', tmp_path, code=2).stderr

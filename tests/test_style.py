@@ -1,0 +1,55 @@
+"""What keeps the model files independent of each other, alike where they are alike, and short."""
+
+import ast
+import sys
+from itertools import combinations
+
+from conftest import ROOT
+
+MODELS = [name for name in ('papaformer', 'moep', 'moduleformer', 'selfmoe', 'stlm') if (ROOT / f'{name}.py').exists()]
+
+
+def helpers(source):
+    """{name: text} of the functions and classes at the top of a file."""
+    return {node.name: ast.get_source_segment(source, node) for node in ast.parse(source).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def drifted(sources):
+    """Names that two files share with different texts."""
+    found = [helpers(source) for source in sources]
+    return sorted({name for a, b in combinations(found, 2) for name in a.keys() & b.keys() if a[name] != b[name]})
+
+
+def test_same_name_same_text():
+    assert drifted(['def f(x):\n    return x\n', 'def f(x):\n    return  x\n', 'def g():\n    pass\n']) == ['f']
+    shared = [(ROOT / f'{name}.py').read_text() for name in MODELS]
+    own = {'Block', 'Router'}                            # each paper's own
+    assert [name for name in drifted(shared) if name not in own] == []
+
+
+def test_model_files_stand_alone():
+    for name in MODELS:
+        tree = ast.parse((ROOT / f'{name}.py').read_text())
+        for node in ast.walk(tree):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else \
+                [node.module] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                root = module.split('.')[0]
+                assert root == 'torch' or root in sys.stdlib_module_names, f'{name}.py imports {module}'
+
+
+def test_sizes():
+    limits = dict(moduleformer=600, stlm=600, train=600, prepare=600)
+    for name in [*MODELS, 'train', 'prepare', 'loader', 'configurator', 'sample']:
+        lines = len((ROOT / f'{name}.py').read_text().splitlines())
+        assert lines <= limits.get(name, 450), f'{name}.py has {lines} lines'
+
+
+def test_every_model_has_config_docs_and_protocol():
+    import importlib
+    for name in MODELS:
+        module = importlib.import_module(name)
+        assert (ROOT / 'config' / f'{name}.py').exists() and (ROOT / 'docs' / f'{name}.md').exists()
+        for method in ('features', 'forward', 'generate', 'routes', 'count_params'):
+            assert callable(getattr(module.Model, method)), f'{name}.{method}'
