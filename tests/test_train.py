@@ -137,7 +137,7 @@ def test_ten_kills(tiny, data_dir, tmp_path):
 
     def steps_in_log():
         return (out / 'log.jsonl').read_bytes().count(b'"loss"') if (out / 'log.jsonl').exists() else 0
-    during_save = 0
+    during_save, saved = 0, False
     for kill in range(10):
         process = subprocess.Popen(command, env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL)
         moment = ['early', 'save', 'random'][kill % 3]
@@ -155,10 +155,10 @@ def test_ten_kills(tiny, data_dir, tmp_path):
         during_save += (out / 'ckpt.tmp').exists()
         process.kill()
         process.wait()
-        if (out / 'ckpt.pt').exists():
-            train.read_checkpoint(out)                   # never unreadable
-        else:
-            assert kill < 2                              # the second kill comes during the first save
+        if saved or (out / 'ckpt.pt').exists():          # once there is one, there is always one that can be read
+            train.read_checkpoint(out)
+            saved = True
+        assert saved or kill < 9
     assert during_save
     tiny('--resume', *args)
     calm, disturbed = losses(tmp_path / 'calm'), losses(out)
