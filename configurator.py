@@ -43,12 +43,14 @@ def read_config(path):
 
 def read_command(argv):
     """Config files and --key=value in the order given, later ones win; a bare --key means True."""
-    values = {}
+    values, out_dir, bare = {}, '', None
     for arg in argv:
         if not arg.startswith('--'):
+            if bare and not Path(arg).exists():
+                raise UserError(f'write {bare}={arg}, without a space')
             path = Path(arg).with_suffix('')
-            inside = path.parts[path.parts.index('config') + 1:] if 'config' in path.parts else [path.name]
-            values.update(out_dir=Path('out', *inside).as_posix())      # config/paper/moep.py -> out/paper/moep
+            inside = path.parts[path.parts.index('config') + 1:] if 'config' in path.parts[:-1] else [path.name]
+            out_dir = Path('out', *inside).as_posix()    # config/paper/moep.py -> out/paper/moep
             values.update(read_config(arg))
             continue
         key, equals, text = arg[2:].partition('=')
@@ -57,7 +59,8 @@ def read_command(argv):
         except Exception:
             value = text                                 # not a Python value: a plain string, as data=toy_math
         values[key.replace('-', '_')] = value
-    return values
+        bare = None if equals else arg
+    return {'out_dir': out_dir, **values}
 
 
 def check_type(key, value, kind):

@@ -21,3 +21,6 @@ def run_main(main):
     except BrokenPipeError:                              # the reader went away, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:                             # a full disk, a folder that may not be written
+        print(f'{Path(sys.argv[0]).name}: {error}', file=sys.stderr)
+        sys.exit(2)

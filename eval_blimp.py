@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import prepare
 from errors import UserError, run_main
+from machine import Machine
 from train import load_checkpoint, read_checkpoint, short
 
 
@@ -372,16 +373,6 @@ def write_json(path, value):
 # The command
 
 
-def find_device(name):
-    if name == 'auto':
-        name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    try:
-        torch.zeros(1, device=name)
-    except Exception:
-        raise UserError(f"device '{name}' is not on this machine; it can be auto, cuda, mps or cpu") from None
-    return name
-
-
 def score_checkpoint(path, paradigms, args, cache):
     """-> everything that --json writes of one checkpoint."""
     model, ckpt = load_checkpoint(path, args.device)
@@ -439,7 +430,7 @@ def read_arguments():
 
 def main():
     args = read_arguments()
-    args.device = find_device(args.device)
+    args.device = Machine(args.device).device.type
     torch.set_float32_matmul_precision('highest')        # no TF32
     if args.data is None:
         args.data = Path('data/toy_blimp')

@@ -30,14 +30,16 @@ class Corpus:
     def __init__(self, s, machine):
         self.s, self.machine = s, machine
         ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
+        if not ranges:
+            raise UserError('data names no data set')
         for name, span in ranges.items():
-            if not (isinstance(span, (tuple, list)) and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1
-                    and (len(span) == 2 or span[2] > 0)):
+            if not (isinstance(span, (tuple, list)) and len(span) in (2, 3) and all(isinstance(v, (int, float)) for v in span)
+                    and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
                 raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), 0 <= from < to <= 1')
         self.ranges = {name: (*span, 1.0)[:3] for name, span in ranges.items()}
         self.folders = {name: Path(s.data_dir, name) for name in ranges}
-        if any(name.startswith('toy_') and not folder.exists() for name, folder in self.folders.items()):
-            if machine.rank == 0:                        # toy corpora make themselves
+        if any(name.startswith('toy_') for name in ranges):      # toy corpora make themselves
+            if machine.rank == 0 and not all(folder.exists() for folder in self.folders.values()):
                 prepare.make_toy(s.data_dir)
             machine.sum(torch.zeros(1, device=machine.device))   # the others wait for it
         self.metas = {name: prepare.load_meta(folder) for name, folder in self.folders.items()}
@@ -60,7 +62,8 @@ class Corpus:
 
 class Data:
     """The training tokens of all data sets end to end, and the order in which chunks of them are read. A chunk never
-    crosses from one set into another. The order is a function of (seed, epoch): only the place in it is state."""
+    crosses from one set into another. The order is a function of (seed, epoch): only the place in it is state.
+    With `stream`, the chunks stay in the order of the text, and row r of the batch reads the r-th part of them."""
 
     def __init__(self, s, corpus, seq_len, machine):
         self.s, self.T, self.align, self.pad = s, seq_len, corpus.align, corpus.pad
@@ -86,20 +89,21 @@ class Data:
     def order(self, epoch):
         """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""
         rng = np.random.default_rng([self.s.seed, epoch])
-        if self.s.stream:                                # row r of the batch reads its own r-th part from end to end
-            offset = rng.integers(self.T // self.align) * self.align
-            steps = (len(self.tokens) - offset - 1) // self.rows // self.T
-            if steps == 0:
-                raise UserError(f'{len(self.tokens)} tokens are too few for {self.rows} streams of {self.T}')
-            return (offset + np.arange(steps)[:, None] * self.T + np.arange(self.rows) * steps * self.T).flatten()
         starts = []
         for begin, end, passes, _ in self.sets:
             while passes > 0:
                 offset = rng.integers(self.stride // self.align) * self.align
-                chunks = rng.permutation(np.arange(begin + offset, end - self.T, self.stride))
+                chunks = np.arange(begin + offset, end - self.T, self.stride)
+                chunks = chunks if self.s.stream else rng.permutation(chunks)
                 starts.append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
                 passes -= 1
-        starts = rng.permutation(np.concatenate(starts))
+        starts = np.concatenate(starts)
+        if self.s.stream:
+            steps = len(starts) // self.rows
+            if steps == 0:
+                raise UserError(f'{len(starts)} chunks of {self.T} tokens are too few for {self.rows} streams')
+            return starts[:steps * self.rows].reshape(self.rows, steps).T.flatten()
+        starts = rng.permutation(starts)
         if self.s.epoch_words:
             starts = starts[:np.searchsorted(self.words_in(starts).cumsum(), self.s.epoch_words) + 1]
         return starts
@@ -117,7 +121,7 @@ class Data:
         """The starts of the next n chunks; a batch may run on into the next epoch."""
         taken = []
         while n > 0:
-            if self.position == len(self.starts):
+            if self.position >= len(self.starts):
                 self.epoch, self.position = self.epoch + 1, 0
                 self.starts = self.order(self.epoch)
             taken.append(self.starts[self.position:self.position + n])
@@ -146,7 +150,7 @@ def val_batches(tokens, seq_len, s, pad, rank=0, world=1):
     device, batch_size = tokens.device, s.batch_size
     starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
     starts = starts[:max(1, s.eval_tokens // seq_len) if s.eval_tokens else None][rank::world]
-    for some in starts.split(batch_size):
+    for some in starts.split(batch_size) if len(starts) else ():
         positions = some[:, None] + torch.arange(seq_len + 1, device=device)
         chunk = fetch(tokens, positions.clamp(max=len(tokens) - 1))
         x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]

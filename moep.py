@@ -31,7 +31,7 @@ K chosen per token, R rows that are computed (N*K when sparse, sorted by choice)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -58,6 +58,11 @@ class MoEPConfig:
     sparse: bool = True            # False: every block and expert on every token, then keep the chosen (reference)
 
     def __post_init__(self):
+        for field in fields(self):
+            if field.type is int and getattr(self, field.name) < (field.name != 'n_parallel'):
+                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
         if self.balance not in ('switch', 'entropy', 'printed'):
             raise ValueError(f"balance is '{self.balance}'; it can be switch, entropy or printed")
         for d, h in ((self.n_embd, self.n_head), (self.n_embd_parallel, self.n_head_parallel)):

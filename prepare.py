@@ -163,7 +163,10 @@ def load_meta(folder):
     path = Path(folder) / 'meta.json'
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
-        meta['tokenizer']['hash'], meta['splits']['train']
+        for key in ('kind', 'file', 'hash', 'vocab_size', 'eot'):
+            meta['tokenizer'][key]
+        for split in ('train', 'val'):
+            meta['splits'][split]['tokens'], meta['splits'][split]['words']
         return meta
     except OSError:
         name = Path(folder).name
@@ -437,7 +440,8 @@ def build(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
         made = tokenizer if byte_limit is None else chunk_tokenizer(tokenizer, byte_limit)
-        meta = dict(name=target.name, source=list(source), splits={'train': {}}, tokenizer=dict(
+        nothing = {split: dict(tokens=0, words=0) for split in spans}           # until they are counted
+        meta = dict(name=target.name, source=list(source), splits=nothing, tokenizer=dict(
             kind=made.kind, file=made.file, hash=made.hash, vocab_size=made.n_vocab, eot=made.eot, **made.extra),
             settings=dict(settings or {}, seed=seed, val_fraction=val_fraction))
         meta |= dict(slots=len(made.end), pad=258) if made.kind == 'chunks' else {}

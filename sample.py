@@ -11,6 +11,7 @@ import argparse
 import torch
 
 from errors import UserError, run_main
+from machine import Machine
 from prepare import load_tokenizer
 from train import load_checkpoint
 
@@ -19,7 +20,8 @@ def show_next(model, tokenizer, idx, n):
     """The n most probable tokens after the prompt, with their probabilities."""
     prob = model(idx)[0][0, -1].float().softmax(-1)
     for p, i in zip(*(t.tolist() for t in prob.topk(min(n, len(prob))))):
-        print(f'{p:8.4f}  {tokenizer.decode([i]) if i != tokenizer.eot else "<|endoftext|>"!s:}'.replace('\n', '\\n'))
+        token = repr(tokenizer.decode([i]))[1:-1] if i != tokenizer.eot else '<eot>'
+        print(f'{p:8.4f}  {token}')
 
 
 def show_routes(model, tokenizer, idx):
@@ -48,22 +50,25 @@ def main():
     parser.add_argument('--temperature', type=float, default=0.8, help='0: always the most probable token')
     parser.add_argument('--top_k', type=int, default=50, help='draw from this many most probable tokens; 0: from all')
     parser.add_argument('--seed', type=int, default=1337)
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     parser.add_argument('--next', type=int, metavar='N', help='print the N most probable next tokens instead of text')
     parser.add_argument('--routes', action='store_true', help='print the blocks and experts that each token took')
     args = parser.parse_args()
 
-    model, ckpt = load_checkpoint(args.run, args.device)
+    if args.temperature < 0 or args.top_k < 0 or args.max_new_tokens < 1:
+        raise UserError('temperature and top_k must be at least 0, max_new_tokens at least 1')
+    device = Machine(args.device).device
+    model, ckpt = load_checkpoint(args.run, device)
     tokenizer = load_tokenizer(ckpt['folder'])
-    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt)]], device=args.device)
+    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt)]], device=device)
     limit = model.config.block_size
-    if args.next:
-        show_next(model, tokenizer, prompt[:, -limit:], args.next)
+    if args.next is not None:
+        show_next(model, tokenizer, prompt[:, -limit:], max(1, args.next))
         return
     torch.manual_seed(args.seed)
     for n in range(args.num):
         idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
-        print(tokenizer.decode([i for i in idx[0, 1:].tolist()]))
+        print(tokenizer.decode(idx[0, 1:].tolist()))
         if args.routes:
             print()
             show_routes(model, tokenizer, idx[:, -limit:])

@@ -36,6 +36,7 @@ import configurator
 import prepare
 from errors import UserError, run_main
 from loader import Corpus, Data, val_batches
+from machine import Machine
 
 
 @dataclass
@@ -98,11 +99,26 @@ def read_settings(argv):
     given, model_keys = configurator.sort_keys(values, Settings, module.Config)
     s = Settings(**given)
     s.out_dir = s.out_dir or f'out/{s.model}'
-    if s.schedule not in ('cosine', 'linear', 'constant'):
-        raise UserError(f"schedule is '{s.schedule}'; it can be cosine, linear or constant")
-    if s.memory and not s.stream:
-        raise UserError('memory needs contiguous text: set stream=True')
+    check_ranges(s)
     return s, module, model_keys
+
+
+def check_ranges(s):
+    positive = ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval', 'save_interval', 'epochs',
+                'seq_len', 'stride', 'epoch_words', 'eval_tokens')
+    for key, value in asdict(s).items():
+        if isinstance(value, (int, float)) and (value < 0 or (value == 0 and key in positive)):
+            raise UserError(f"{key} = {value} must be {'more than' if key in positive else 'at least'} 0")
+    if not all(isinstance(value, (int, float)) for value in [*s.checkpoint_words, *s.aux_weights.values()]):
+        raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
+    for wrong, message in ((s.schedule not in ('cosine', 'linear', 'constant'), 'schedule can be cosine, linear or constant'),
+                           (s.beta1 >= 1 or s.beta2 >= 1, 'beta1 and beta2 must be less than 1'),
+                           (s.memory and not s.stream, 'memory needs contiguous text: set stream=True'),
+                           (s.stream and (s.stride or s.epoch_words), 'a stream has no stride and no epoch_words'),
+                           (s.resume and s.overwrite, 'resume goes on with a run, overwrite starts it anew: choose one'),
+                           (s.surgery_args and not s.surgery, 'surgery_args without a surgery')):
+        if wrong:
+            raise UserError(message)
 
 
 def import_model(name):
@@ -118,57 +134,6 @@ def make_config(module, keys):
         return module.Config(**keys)
     except (TypeError, ValueError) as e:
         raise UserError(f'{module.__name__}: {e}') from None
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The machine: device, precision, processes
-
-
-class Machine:
-    """The device and precision of this process, and its place among the processes that torchrun started."""
-
-    def __init__(self, s):
-        self.rank, self.world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-        kind = s.device
-        if kind == 'auto':
-            kind = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-        try:
-            self.device = torch.device(kind, int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None)
-            torch.zeros(1, device=self.device)
-        except Exception:
-            raise UserError(f"device '{s.device}' is not on this machine; it can be auto, cuda, mps or cpu") from None
-        self.cuda = self.device.type == 'cuda'
-        dtype = s.dtype if s.dtype != 'auto' else 'bfloat16' if self.cuda else 'float32'
-        if dtype not in ('bfloat16', 'float32'):
-            raise UserError(f"dtype is '{s.dtype}'; it can be auto, bfloat16 or float32")
-        self.dtype = getattr(torch, dtype)
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-            torch.set_float32_matmul_precision('high')
-        if self.world > 1:
-            dist.init_process_group('nccl' if self.cuda else 'gloo')
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def sum(self, x):                                    # over all processes
-        if self.world > 1:
-            dist.all_reduce(x)
-        return x
-
-    def gather(self, item):                              # every process's item, in a list, on the first process
-        items = [item] * self.world
-        if self.world > 1:
-            dist.gather_object(item, items if self.rank == 0 else None)
-        return items
-
-    def random_state(self):
-        return dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.cuda else None)
-
-    def set_random_state(self, state):
-        torch.set_rng_state(state['cpu'])
-        if self.cuda and state['cuda'] is not None:
-            torch.cuda.set_rng_state(state['cuda'])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -198,7 +163,7 @@ def route_shares(model, x, machine):
     with machine.autocast():
         gates = model.routes(x)
     model.train()
-    counts = {name: (gate != 0).flatten(0, 1).sum(0).double() for name, gate in gates.items()}
+    counts = {name: (gate != 0).flatten(0, 1).sum(0).cpu().double() for name, gate in gates.items()}
     return {name: [round(v, 4) for v in (count / count.sum()).tolist()] for name, count in counts.items()}
 
 
@@ -209,11 +174,15 @@ def route_shares(model, x, machine):
 def save_file(state, path):
     """Whole or not at all: a kill at any moment leaves the old file or the new one."""
     temporary = path.with_suffix('.tmp')
-    with open(temporary, 'wb') as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f'{path} could not be written ({e}); what was saved before is whole') from None
 
 
 def read_checkpoint(path):
@@ -224,7 +193,9 @@ def read_checkpoint(path):
         raise UserError(f'there is no checkpoint {file}; train one first: python train.py config/moep.py')
     try:
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
-        return dict(ckpt, folder=str(file.parent), weights=ckpt['weights'], config=ckpt['config'], model=ckpt['model'])
+        if not {'model', 'config', 'settings', 'iter', 'tokenizer', 'weights', 'words'} <= ckpt.keys():
+            raise KeyError
+        return {**ckpt, 'folder': str(file.parent)}
     except Exception:
         raise UserError(f'{file} is not a whole checkpoint of this project (truncated, or another format)') from None
 
@@ -302,6 +273,11 @@ def learning_rate(it, s, max_iters):
     return s.min_lr + shape[s.schedule] * (s.learning_rate - s.min_lr)
 
 
+def trim(cache, length):
+    """The last keys and values of a cache, without their history: the next segment's memory."""
+    return [(k[:, :, -length:].detach(), v[:, :, -length:].detach()) for k, v in cache]
+
+
 def train_step(model, optimizer, data, memory, s, machine, lr):
     """One update. Returns the mean loss and auxiliary values of this process's micro-batches, and the gradient norm.
     The micro-batches of a step are dealt to the processes in turn, so that W processes with A micro-batches each
@@ -321,7 +297,7 @@ def train_step(model, optimizer, data, memory, s, machine, lr):
             objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
             (objective / A).backward()
         if s.memory:
-            memory[a] = [(k[:, :, -s.memory:].detach(), v[:, :, -s.memory:].detach()) for k, v in memory[a]]
+            memory[a] = trim(memory[a], s.memory)
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / A
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
@@ -342,14 +318,22 @@ class Trainer:
         self.it, self.memory = 0, [[] for _ in range(s.gradient_accumulation_steps)]
         self.health = torch.zeros((), device=machine.device)   # becomes nan with the first loss or norm that is not finite
         self.caught = []                                 # signals
-        self.check_aux()
+        self.check_model()
         torch.manual_seed(s.seed + 1 + machine.rank)     # dropout differs between processes
 
     @torch.no_grad()
-    def check_aux(self):
+    def check_model(self):
+        """One step's forward on nothing, so that what does not fit is told before anything is written."""
         self.model.eval()
-        with self.machine.autocast():
-            aux = self.model(torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device))[2]
+        idx = torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device)
+        try:
+            with self.machine.autocast():
+                cache = [] if self.s.memory else None
+                aux = self.model(idx, cache=cache)[2]
+                if self.s.memory:
+                    self.model(idx, cache=trim(cache, self.s.memory))
+        except ValueError as e:
+            raise UserError(f'{self.s.model}: {e}') from None
         self.model.train()
         for name in self.s.aux_weights:
             if name not in aux:
@@ -360,7 +344,7 @@ class Trainer:
         log = self.out / 'log.jsonl'
         if self.machine.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            for old in self.out.glob('ckpt*.tmp') if ckpt else self.out.glob('ckpt*'):
+            for old in self.out.glob('ckpt*' if self.s.overwrite else 'ckpt*.tmp'):
                 old.unlink()
             prepare.copy_tokenizer(self.corpus.folder, self.out)
             with open(log, 'ab') as f:
@@ -368,7 +352,10 @@ class Trainer:
             self.log_file = open(log, 'a', encoding='utf-8')
         if ckpt:
             self.it = ckpt['iter']
+            now = [{k: v for k, v in g.items() if k != 'params'} for g in self.optimizer.param_groups]
             self.optimizer.load_state_dict(ckpt['optimizer'])
+            for group, settings in zip(self.optimizer.param_groups, now):
+                group.update(settings)                   # the moments are the checkpoint's, the settings today's
             self.data.load_state(ckpt['data'])
             mine = ckpt['ranks'][min(self.machine.rank, len(ckpt['ranks']) - 1)]
             self.machine.set_random_state(mine['random'])
@@ -383,12 +370,13 @@ class Trainer:
     def save(self, name='ckpt.pt', whole=True):
         """whole: everything that going on needs, every process's random state included; else the weights."""
         self.check_health()
-        ranks = self.machine.gather(dict(random=self.machine.random_state(),
-                                         memory=[[(k.cpu(), v.cpu()) for k, v in m] for m in self.memory])) if whole else []
+        memory = [[(k.cpu().clone(), v.cpu().clone()) for k, v in m] for m in self.memory]
+        ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=memory)) if whole else []
         if self.machine.rank == 0:
             state = dict(model=self.s.model, config=asdict(self.model.config), settings=asdict(self.s), iter=self.it,
                          tokenizer=self.corpus.hash, weights=self.model.state_dict(), words=self.data.words)
             if whole:
+                state['frozen'] = [name for name, p in self.model.named_parameters() if not p.requires_grad]
                 state.update(optimizer=self.optimizer.state_dict(), data=self.data.state(), ranks=ranks,
                              log_bytes=self.log_file.tell())
             save_file(state, self.out / name)
@@ -400,6 +388,7 @@ class Trainer:
 
     def evaluate(self):
         """Scores on every val set, and where tokens go, into the log; one line per data set on the screen."""
+        self.check_health()
         s, machine, scores = self.s, self.machine, {}
         for name, tokens in self.corpus.val.items():
             batches = val_batches(tokens, self.data.T, s, self.corpus.pad, machine.rank, machine.world)
@@ -490,7 +479,7 @@ def short(n):
     return f'{n:.4g}'
 
 
-def check_resume(ckpt, s, model_keys, corpus, say):
+def check_resume(ckpt, s, model_keys, corpus, machine, say):
     """A resumed run is the same run: the same model and tokenizer. Other settings may change, and are told."""
     if ckpt['model'] != s.model:
         raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, but this config trains {s.model}.py")
@@ -500,9 +489,21 @@ def check_resume(ckpt, s, model_keys, corpus, say):
         if ckpt['config'].get(key) != value:
             raise UserError(f"{s.out_dir} was trained with {key} = {ckpt['config'].get(key)!r}, not {value!r}: "
                             'resume with the same model, or set another --out_dir')
+    if 'optimizer' not in ckpt:
+        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; start a new run from it with --init_from')
+    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed'}      # the order of the data
+    fixed |= {'batch_size', 'gradient_accumulation_steps'} if s.stream else set()
     for key, value in asdict(s).items():
-        if ckpt['settings'].get(key) != value and key not in ('resume', 'overwrite'):
-            say(f"resume    {key} was {ckpt['settings'].get(key)!r}, is now {value!r}")
+        before = ckpt['settings'].get(key)
+        if before != value and key in fixed:
+            raise UserError(f'{s.out_dir} reads its data with {key} = {before!r}, not {value!r}: '
+                            'resume with the same, or start a new run from it with --init_from')
+        if before != value and key not in ('resume', 'overwrite'):
+            say(f'resume    {key} was {before!r}, is now {value!r}')
+    if len(ckpt['ranks']) != machine.world:
+        if s.stream:
+            raise UserError(f"{s.out_dir} was trained by {len(ckpt['ranks'])} processes; its streams need as many")
+        say(f"resume    there were {len(ckpt['ranks'])} processes, there are now {machine.world}")
 
 
 def show_plan(model, s, corpus, data, machine, max_iters, say):
@@ -522,14 +523,14 @@ def show_plan(model, s, corpus, data, machine, max_iters, say):
 
 def main():
     s, module, model_keys = read_settings(sys.argv[1:])
-    machine = Machine(s)
+    machine = Machine(s.device, s.dtype)
     say = tqdm.write if machine.rank == 0 else lambda text: None
     ckpt = None
-    if (s.max_iters != 0 or s.surgery) and Path(s.out_dir, 'ckpt.pt').exists() and not s.overwrite:
+    if (s.max_iters != 0 or s.surgery) and any(Path(s.out_dir).glob('ckpt*.pt')) and not s.overwrite:
         if not s.resume:
             raise UserError(f'{s.out_dir} holds a run already: add --resume to go on with it, '
                             '--overwrite to start anew, or choose another --out_dir')
-        ckpt = read_checkpoint(s.out_dir)
+        ckpt = read_checkpoint(s.out_dir) if Path(s.out_dir, 'ckpt.pt').exists() else None
     try:
         corpus = Corpus(s, machine)
     except UserError as e:
@@ -545,16 +546,17 @@ def main():
     torch.manual_seed(s.seed)
     report = None
     if ckpt:
-        check_resume(ckpt, s, model_keys, corpus, say)
+        check_resume(ckpt, s, model_keys, corpus, machine, say)
         model = build(ckpt)
+        for name in ckpt['frozen']:                      # by the surgery that made it
+            model.get_parameter(name).requires_grad_(False)
     else:
         model, report = initial_model(s, module, model_keys, corpus)
     model.to(machine.device)
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine)
-    max_iters = s.max_iters
-    if max_iters is None:
-        max_iters = max(1, data.count_chunks(s.epochs) // data.rows)
-    show_plan(model, s, corpus, data, machine, max_iters, say)
+    planned = s.max_iters or max(1, data.count_chunks(s.epochs) // data.rows)
+    max_iters = 0 if s.max_iters == 0 else planned
+    show_plan(model, s, corpus, data, machine, planned, say)
     if report:
         say(str(report))
     trainer = Trainer(s, machine, corpus, data, model, max_iters, say)

@@ -102,6 +102,15 @@ def test_streams_are_contiguous(monkeypatch):
     assert len(np.unique(steps)) == steps.size and steps.max() + 8 < 1000
 
 
+def test_streams_over_several_sets(monkeypatch):
+    """A mixture is read set by set, as often as it says; no chunk crosses, and all rows are equally long."""
+    d = data(monkeypatch, dict(a=np.zeros(400), b=np.ones(400)), ranges=dict(b=(0.0, 1.0, 3.0)), stream=True, batch_size=4)
+    x, y = d.batch(d.order(0))
+    assert all(len(set(row.tolist())) == 1 for row in torch.cat((x, y), 1)) and len(x) % 4 == 0
+    share = (x[:, 0] == 1).float().mean()
+    assert abs(share - 0.75) < 0.02
+
+
 def test_byte_chunks_are_aligned_and_padding_is_no_target(monkeypatch):
     tokens = np.tile([1, 2, 256, 258], 100)              # slots of 4, padding 258
     monkeypatch.setattr('prepare.load_bin', lambda tokens, split: np.asarray(tokens, dtype=np.uint16))
@@ -130,6 +139,7 @@ def test_val_windows_score_every_token_but_the_first_once(n):
     assert scored == list(range(1, n))
     halves = [t for r in (0, 1) for _, y in val_batches(tokens, 8, Settings(batch_size=2), -1, r, 2) for t in y[y >= 0].tolist()]
     assert sorted(halves) == list(range(1, n))           # two processes share the windows
+    assert list(val_batches(tokens[:5], 8, Settings(), -1, 1, 2)) == []   # and the second may have none
 
 
 def test_bits_per_byte_of_a_uniform_model():
@@ -146,6 +156,8 @@ def test_bits_per_byte_of_a_uniform_model():
 
 
 def test_corpus_refuses_bad_ranges(tmp_path):
-    for span in ((0.5, 0.2), (0, 2), (0, 1, 0), 0.5, (0.1,)):
+    with pytest.raises(UserError, match='no data set'):
+        Corpus(Settings(data={}, data_dir=str(tmp_path)), machine())
+    for span in ((0.5, 0.2), (0, 2), (0, 1, 0), 0.5, (0.1,), ('a', 'b')):
         with pytest.raises(UserError, match='from, to'):
             Corpus(Settings(data={'a': span}, data_dir=str(tmp_path)), machine())

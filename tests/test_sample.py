@@ -45,5 +45,7 @@ def test_routes(run, trained):
 def test_mistakes(run, trained, tmp_path):
     done = run('sample.py', tmp_path / 'nothing', code=2)
     assert done.stderr.startswith('sample.py: ') and done.stderr.count('\n') == 1
+    for wrong in (['--top_k', -1], ['--temperature', -1], ['--device', 'tpu']):
+        assert run('sample.py', trained, *wrong, code=2).stderr.count('\n') == 1
     (tmp_path / 'ckpt.pt').write_bytes(b'broken')
     assert 'not a whole checkpoint' in run('sample.py', tmp_path, code=2).stderr

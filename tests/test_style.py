@@ -40,8 +40,8 @@ def test_model_files_stand_alone():
 
 
 def test_sizes():
-    limits = dict(moduleformer=600, stlm=600, train=600, prepare=600)
-    for name in [*MODELS, 'train', 'prepare', 'loader', 'configurator', 'sample']:
+    limits = dict(moduleformer=600, stlm=600, train=600, prepare=600, eval_blimp=600)   # BLiMP's published table is 67 lines
+    for name in [*MODELS, *(p.stem for p in ROOT.glob('*.py'))]:
         lines = len((ROOT / f'{name}.py').read_text().splitlines())
         assert lines <= limits.get(name, 450), f'{name}.py has {lines} lines'
 
