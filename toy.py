@@ -157,10 +157,10 @@ def story(dice):
     tell = lambda template: expand(template, dice, who, past, roles)
     often = [kind for kind in SCENES if 'anaphor' in kind]       # gender takes the most examples to learn
     kinds = dice.shuffled(kind for kind in [*SCENES, *often] if not (past and 'present' in kind))
-    seen = [re.sub(r'\{(\w+)\|\w+\}', r'\1', scene(dice, kind, past, place)) for kind in kinds[:7]]
+    seen = [re.sub(r'\{(\w+)\|\w+\}', r'\1', scene(dice, kind, past, place)) for kind in kinds[:11]]
     start = dice.shuffled([tell(OPENING), seen.pop()]) if dice.random() < .4 else [tell(OPENING)]
     plot = [tell(step) for step in PLOTS[first_step:first_step + 4]]
-    return ' '.join([*start, tell(LOOKING), *seen[:4], *plot, *seen[4:], tell(ENDING)])
+    return ' '.join([*start, tell(LOOKING), *seen[:6], *plot, *seen[6:], tell(ENDING)])
 
 
 def problem(dice):

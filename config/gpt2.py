@@ -9,10 +9,10 @@ n_embd = 96
 n_parallel = 0
 dropout = 0.0
 
-epochs = 1.5
+epochs = 2
 batch_size = 8
-learning_rate = 5e-3
+learning_rate = 3e-3
 min_lr = 2e-4
 warmup_iters = 50
-eval_interval = 500
+eval_interval = 1000
 save_interval = 500

@@ -15,10 +15,10 @@ top_k = 2
 dropout = 0.0
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)
 
-epochs = 1.5
+epochs = 2
 batch_size = 8
-learning_rate = 5e-3
+learning_rate = 3e-3
 min_lr = 2e-4
 warmup_iters = 50
-eval_interval = 500
+eval_interval = 1000
 save_interval = 500
