@@ -416,8 +416,6 @@ def read_arguments():
     parser.add_argument('--device', default='auto', help='auto, cuda, mps or cpu')
     parser.add_argument('--batch_tokens', type=int, default=0, help='tokens in a batch, padding included; 0: automatic')
     args = parser.parse_args()
-    if args.plot and not importlib.util.find_spec('matplotlib'):
-        raise UserError('--plot needs matplotlib: pip install matplotlib')
     for path in filter(None, (args.json, args.plot)):    # now, not after the work is done
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
@@ -425,6 +423,8 @@ def read_arguments():
         raise UserError(f'--plot {args.plot}: the file can be a .png, .pdf or .svg')
     if args.batch_tokens < 0:
         raise UserError(f'--batch_tokens {args.batch_tokens}: a positive number, or 0')
+    if args.plot and not importlib.util.find_spec('matplotlib'):
+        raise UserError('--plot needs matplotlib: pip install matplotlib')
     return args
 
 
