@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 import eval_blimp
 import prepare
+import train
+from conftest import ROOT
 from eval_blimp import Sentences, evaluate, read_pairs, score
 from moep import MoEP, MoEPConfig
 from prepare import UserError
@@ -190,6 +192,20 @@ def test_batched_equals_one_by_one(form, mode):
     assert len({round(v, 3) for v in expected.values()}) > 30
     for budget in (1, 300, 100_000):
         assert score_texts(model, texts, *kind, mode, budget) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize('config', sorted(p.stem for p in ROOT.glob('config/*.py')))
+def test_batched_equals_one_by_one_for_every_config(run, data_dir, tmp_path, config):
+    """Whatever models there are: a step of training on their own toy data, then real pairs in both modes."""
+    run('train.py', f'config/{config}.py', f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--max_iters=1', '--eval_tokens=64',
+        '--sample_tokens=1')
+    model, ckpt = train.load_checkpoint(tmp_path)
+    meta, tokenizer = prepare.load_meta(tmp_path), prepare.load_tokenizer(tmp_path)
+    pairs = [p for paradigm in read_pairs(data_dir / 'toy_blimp').values() for p in (paradigm.good[0], paradigm.bad[0])]
+    kind = tokenizer, meta.get('slots', 1), meta.get('pad', -1)
+    for mode in ('harness', 'babylm2025'):
+        expected = {text: one_by_one(model, text, mode, *kind) for text in pairs}
+        assert score_texts(model, pairs, *kind, mode, 4096) == pytest.approx(expected, abs=1e-4)
 
 
 def test_order_of_files_and_batch_size_change_nothing(tmp_path):
