@@ -33,9 +33,10 @@ class Corpus:
         if not ranges:
             raise UserError('data names no data set')
         for name, span in ranges.items():
-            if not (isinstance(span, (tuple, list)) and len(span) in (2, 3) and all(isinstance(v, (int, float)) for v in span)
-                    and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
-                raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), 0 <= from < to <= 1')
+            numbers = isinstance(span, (tuple, list)) and all(isinstance(v, (int, float)) for v in span)
+            if not (numbers and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
+                raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), '
+                                'with 0 <= from < to <= 1')
         self.ranges = {name: (*span, 1.0)[:3] for name, span in ranges.items()}
         self.folders = {name: Path(s.data_dir, name) for name in ranges}
         if any(name.startswith('toy_') for name in ranges):      # toy corpora make themselves
@@ -52,7 +53,8 @@ class Corpus:
                                 f'prepare {name} again with --tokenizer {self.folder}')
         self.tokenizer = prepare.load_tokenizer(self.folder)
         self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
-        self.val = {name: as_tensor(prepare.load_bin(folder, 'val'), machine.device) for name, folder in self.folders.items()}
+        self.val = {name: as_tensor(prepare.load_bin(folder, 'val'), machine.device)
+                    for name, folder in self.folders.items()}
 
     def calibration(self, seq_len):
         """The first batches of every val set, for a surgery that has to look at data."""
@@ -76,12 +78,13 @@ class Data:
         for name, (low, high, passes) in corpus.ranges.items():
             tokens, count = prepare.load_bin(corpus.folders[name], 'train'), corpus.metas[name]['splits']['train']
             ends = np.flatnonzero(tokens == corpus.tokenizer.eot) + self.align
-            cut = [0 if f == 0 else len(tokens) if f == 1 else ends[np.searchsorted(ends, f * len(tokens))] for f in (low, high)]
-            parts.append(tokens[cut[0]:cut[1]])          # from the end of one document to that of another
+            low, high = (0 if f == 0 else len(tokens) if f == 1 else ends[np.searchsorted(ends, f * len(tokens))]
+                         for f in (low, high))           # from the end of one document to that of another
+            parts.append(tokens[low:high])
             end = begin + len(parts[-1])
             self.sets.append((begin, end, passes, count['words'] / count['tokens']))
             if end - begin < seq_len + self.stride:      # an epoch's offset may take away stride - 1
-                raise UserError(f'{name} has {end - begin} tokens in {low} to {high}: too few for a seq_len of {seq_len}')
+                raise UserError(f'{name} has {end - begin} tokens in its range: too few for a seq_len of {seq_len}')
             begin = end
         self.tokens = as_tensor(np.concatenate(parts), machine.device)
         self.starts = self.order(0)

@@ -111,7 +111,8 @@ def check_ranges(s):
             raise UserError(f"{key} = {value} must be {'more than' if key in positive else 'at least'} 0")
     if not all(isinstance(value, (int, float)) for value in [*s.checkpoint_words, *s.aux_weights.values()]):
         raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
-    for wrong, message in ((s.schedule not in ('cosine', 'linear', 'constant'), 'schedule can be cosine, linear or constant'),
+    schedules = ('cosine', 'linear', 'constant')
+    for wrong, message in ((s.schedule not in schedules, f"schedule is '{s.schedule}'; it can be {', '.join(schedules)}"),
                            (s.beta1 >= 1 or s.beta2 >= 1, 'beta1 and beta2 must be less than 1'),
                            (s.memory and not s.stream, 'memory needs contiguous text: set stream=True'),
                            (s.stream and (s.stride or s.epoch_words), 'a stream has no stride and no epoch_words'),
@@ -207,7 +208,8 @@ def build(ckpt, **changes):
     try:
         model.load_state_dict(ckpt['weights'])
     except RuntimeError:
-        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {changes or 'its own config'}") from None
+        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py "
+                        f"with {changes or 'its own config'}") from None
     return model
 
 
@@ -234,7 +236,8 @@ def initial_model(s, module, model_keys, corpus):
             raise UserError('init_from names several runs: set the surgery that joins them')
         return build(ckpts[0], **model_keys), None
     if set(model_keys) - {'vocab_size'}:
-        raise UserError(f"with a surgery the model's settings come from init_from and surgery_args; remove {next(iter(model_keys))}")
+        raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
+                        f'remove {next(iter(model_keys))}')
     file, _, name = s.surgery.rpartition('.')
     try:
         operate = getattr(importlib.import_module(file) if file else module, name)
@@ -337,7 +340,8 @@ class Trainer:
         self.model.train()
         for name in self.s.aux_weights:
             if name not in aux:
-                raise UserError(f"aux_weights names '{name}', but {self.s.model} returns {', '.join(aux) or 'no auxiliary loss'}")
+                raise UserError(f"aux_weights names '{name}', but {self.s.model} returns "
+                                f"{', '.join(aux) or 'no auxiliary loss'}")
 
     def open_folder(self, ckpt):
         """Make the run's folder, or restore what it holds and cut its log back to the checkpoint."""
@@ -383,7 +387,9 @@ class Trainer:
 
     def check_health(self):
         if self.health.item() != 0:
-            kept = f'the last good checkpoint is {self.out}/ckpt.pt' if (self.out / 'ckpt.pt').exists() else 'no checkpoint was saved yet'
+            kept = 'no checkpoint was saved yet'
+            if (self.out / 'ckpt.pt').exists():
+                kept = f'the last good checkpoint is {self.out}/ckpt.pt'
             raise UserError(f'the loss or its gradient is not finite at step {self.it}; {kept}; try a lower learning_rate')
 
     def evaluate(self):
@@ -423,7 +429,8 @@ class Trainer:
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]
-        bar = tqdm(total=self.max_iters, initial=self.it, disable=None if machine.rank == 0 else True, smoothing=0, unit='step')
+        bar = tqdm(total=self.max_iters, initial=self.it, smoothing=0, unit='step',   # time left: at the mean rate so far
+                   disable=None if machine.rank == 0 else True)
         evaluated = ckpt is not None                     # a checkpoint is saved after its step's evaluation
         tokens, clock = 0, time.perf_counter()
         while True:
