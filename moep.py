@@ -20,7 +20,7 @@ Departures from the paper, and gaps it leaves:
   release uses; `entropy` is the printed one with its sign turned, `printed` is the formula to the letter.
 - At top_k = 1 the renormalised weight is always 1: the router then learns from the balance loss alone.
 - The paper says only that the chosen outputs "are summed". That they are weighted, that the weights are renormalised,
-  and that attention reads all earlier tokens follow the release. So do a tied head, biases in experts, dropout.
+  and that attention reads all earlier tokens is our reading; so are a tied head and biases in experts.
 - Routers read the stream as it is, without a norm, and have no bias ("size d_P x P").
 - The paper gives no initialisation. We take GPT-2's, except for shrink and grow: they are no branches beside the
   stream but the stream itself, and keep its size. With 0.02 there, learning is far slower (docs/moep.md).
