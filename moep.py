@@ -179,7 +179,8 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # a lone last query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S,
+                                          enable_gqa=q.size(1) > k.size(1))
 
 
 def activate(h, swiglu):

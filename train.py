@@ -243,7 +243,7 @@ def initial_model(s, module, model_keys, corpus):
         operate = getattr(importlib.import_module(file) if file else module, name)
     except (ImportError, AttributeError):
         raise UserError(f"there is no surgery '{s.surgery}': {file or s.model}.py has no function {name}") from None
-    models = [build(ckpt).eval() for ckpt in ckpts]
+    models = [build(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
     args = dict(s.surgery_args)
     if 'batches' in inspect.signature(operate).parameters:
         args['batches'] = corpus.calibration(s.seq_len or models[0].config.block_size)
@@ -422,9 +422,11 @@ class Trainer:
             return False
         return self.machine.sum(torch.tensor(float(len(self.caught)), device=self.machine.device)).item() > 0
 
-    def run(self, ckpt):
+    def run(self, ckpt, report=None):
         s, data, machine = self.s, self.data, self.machine
         self.open_folder(ckpt)
+        if report:
+            self.log(surgery=report)
         model = self.wrap()
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
@@ -568,7 +570,7 @@ def main():
         say(str(report))
     trainer = Trainer(s, machine, corpus, data, model, max_iters, say)
     if max_iters or s.surgery:
-        trainer.run(ckpt)
+        trainer.run(ckpt, report)
     if max_iters:
         trainer.finish()
     if machine.world > 1:

@@ -32,3 +32,25 @@ def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp('data')
     prepare.make_toy(folder)
     return folder
+
+
+@pytest.fixture(scope='session')
+def smoke(run, data_dir, tmp_path_factory):
+    """Train a config for two steps and give its run folder, after those it starts from; each only once per session.
+    config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser."""
+    import configurator
+    folder, done = tmp_path_factory.mktemp('smoke'), set()
+
+    def smoke(config):
+        values = configurator.read_config(ROOT / config)
+        starts = values.get('init_from') or []
+        for start in [starts] if isinstance(starts, str) else starts:
+            smoke(start.replace('out/', 'config/', 1) + '.py')
+        if config not in done:
+            data = ['--data=toy_stories'] if 'paper' in config else []
+            run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=1',
+                '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder,
+                OMP_NUM_THREADS='2')
+            done.add(config)
+        return folder / config.replace('config', 'out', 1).removesuffix('.py')
+    return smoke

@@ -195,12 +195,11 @@ def test_batched_equals_one_by_one(form, mode):
 
 
 @pytest.mark.parametrize('config', sorted(p.stem for p in ROOT.glob('config/*.py')))
-def test_batched_equals_one_by_one_for_every_config(run, data_dir, tmp_path, config):
-    """Whatever models there are: a step of training on their own toy data, then real pairs in both modes."""
-    run('train.py', f'config/{config}.py', f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--max_iters=1', '--eval_tokens=64',
-        '--sample_tokens=1')
-    model, ckpt = train.load_checkpoint(tmp_path)
-    meta, tokenizer = prepare.load_meta(tmp_path), prepare.load_tokenizer(tmp_path)
+def test_batched_equals_one_by_one_for_every_config(smoke, data_dir, config):
+    """Whatever models there are: two steps of training on their own toy data, then real pairs in both modes."""
+    folder = smoke(f'config/{config}.py')
+    model, ckpt = train.load_checkpoint(folder)
+    meta, tokenizer = prepare.load_meta(folder), prepare.load_tokenizer(folder)
     pairs = [p for paradigm in read_pairs(data_dir / 'toy_blimp').values() for p in (paradigm.good[0], paradigm.bad[0])]
     kind = tokenizer, meta.get('slots', 1), meta.get('pad', -1)
     for mode in ('harness', 'babylm2025'):

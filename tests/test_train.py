@@ -83,11 +83,8 @@ def test_paper_sizes_without_data(run, tmp_path, config, total):
 
 
 @pytest.mark.parametrize('config', sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob('config/**/*.py')))
-def test_every_config_trains(run, data_dir, tmp_path, config):
-    """Its own architecture and optimiser, on toy data and for two steps."""
-    run('train.py', config, '--data=toy_stories', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run', '--max_iters=2',
-        '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', OMP_NUM_THREADS='2')
-    assert len(losses(tmp_path / 'run')) == 2
+def test_every_config_trains(smoke, config):
+    assert len(losses(smoke(config))) == 2
 
 
 def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
@@ -269,7 +266,7 @@ def test_init_from_and_surgery(tiny, tmp_path):
     assert first['val'] == [r for r in read_log(base) if 'val' in r][-1]['val']
     # a surgery with calibration batches and a report, stopped before training, then resumed into training
     done = start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=0', '--surgery_batches=3')
-    assert 'saw 3 batches of (2, 32)' in done.stdout
+    assert 'saw 3 batches of (2, 32)' in done.stdout and read_log(tmp_path / 'new')[0]['surgery'] in done.stdout
     model, ckpt = train.load_checkpoint(tmp_path / 'new')
     assert model.config.n_block == 4 and ckpt['iter'] == 0
     start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=3', '--resume')

@@ -1,0 +1,17 @@
+"""LLaMA on both toy corpora: the dense baseline of config/papaformer.py, from the same file, of about the same size."""
+model = 'papaformer'
+data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
+
+block_size = 64
+n_layer = 4
+n_head = 4
+n_embd = 96
+n_parallel = 0
+
+epochs = 2
+batch_size = 8
+learning_rate = 3e-3
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

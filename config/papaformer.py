@@ -1,0 +1,21 @@
+"""PaPaformer from scratch on both toy corpora: two paths of 48, joined by Share-Linear. docs/papaformer.md has the recipe
+that trains the paths apart and composes them."""
+model = 'papaformer'
+data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
+
+block_size = 64
+n_layer = 2
+n_head = 4
+n_embd = 96
+n_parallel = 3
+path_embd = [48, 48]
+path_head = [2, 2]
+connection = 'share'            # gumbel1, gumbel2: with --aux_weights="dict(entropy=0.01, load=0.01)"
+
+epochs = 2
+batch_size = 8
+learning_rate = 3e-3
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

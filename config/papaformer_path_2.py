@@ -1,0 +1,17 @@
+"""Path 2 of the recipe in docs/papaformer.md: a narrow LLaMA on 60% of the toy math."""
+model = 'papaformer'
+data = {'toy_math': (0.0, 0.6)}
+
+block_size = 64
+n_layer = 3
+n_head = 2
+n_embd = 48
+n_parallel = 0
+
+epochs = 2
+batch_size = 8
+learning_rate = 3e-3
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

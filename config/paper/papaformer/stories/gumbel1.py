@@ -1,0 +1,33 @@
+"""Parallel_Gumb_MoE_1 of Table 7, first phase: TinyStories only, all weights fresh.
+
+python prepare.py tinystories && python train.py config/paper/papaformer/stories/gumbel1.py
+"""
+model = 'papaformer'
+data = 'tinystories'             # GPT-2's tokenizer
+
+block_size = 256
+n_layer = 2
+n_head = 8
+n_embd = 256
+n_parallel = 3
+path_embd = [128, 128]
+path_head = [4, 4]
+connection = 'gumbel1'
+aux_form = 'intended'           # the paper's text; its printed Eq. 8 and 9 have the other sign
+aux_weights = dict(entropy=0.01, load=0.01)
+
+epochs = 2                      # another cut in each
+batch_size = 32
+gradient_accumulation_steps = 8
+learning_rate = 5e-4
+min_lr = 0.0                    # not given in the paper
+schedule = 'cosine'
+warmup_iters = 0                # not given in the paper
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-5
+grad_clip = 1.0                 # not given in the paper
+seed = 42
+eval_interval = 1000
+save_interval = 1000

@@ -1,0 +1,28 @@
+"""LLaMA_256 of Table 7, first phase: TinyStories only.
+
+python prepare.py tinystories && python train.py config/paper/papaformer/stories/llama_256.py
+"""
+model = 'papaformer'
+data = 'tinystories'             # GPT-2's tokenizer
+
+block_size = 256
+n_layer = 8
+n_head = 8
+n_embd = 256
+n_parallel = 0
+
+epochs = 2                      # another cut in each
+batch_size = 32
+gradient_accumulation_steps = 8
+learning_rate = 5e-4
+min_lr = 0.0                    # not given in the paper
+schedule = 'cosine'
+warmup_iters = 0                # not given in the paper
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-5
+grad_clip = 1.0                 # not given in the paper
+seed = 42
+eval_interval = 1000
+save_interval = 1000

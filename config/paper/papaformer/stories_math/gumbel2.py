@@ -1,0 +1,26 @@
+"""Parallel_Gumb_MoE_2 of Table 7, second phase: Path_1 and Path_2 composed, trained on the other 40% of both.
+
+after path_1.py and path_2.py: python train.py config/paper/papaformer/stories_math/gumbel2.py
+"""
+model = 'papaformer'
+data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.12, 0.2)}   # what the paths have not seen
+init_from = ['out/paper/papaformer/stories_math/path_1', 'out/paper/papaformer/stories_math/path_2']
+surgery = 'compose'
+surgery_args = dict(connection='gumbel2')
+aux_weights = dict(entropy=0.01, load=0.01)
+
+epochs = 2                      # another cut in each
+batch_size = 32
+gradient_accumulation_steps = 8
+learning_rate = 5e-4
+min_lr = 0.0                    # not given in the paper
+schedule = 'cosine'
+warmup_iters = 0                # not given in the paper
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-5
+grad_clip = 1.0                 # not given in the paper
+seed = 42
+eval_interval = 1000
+save_interval = 1000

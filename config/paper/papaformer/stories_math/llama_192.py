@@ -1,0 +1,29 @@
+"""LLaMA_192 of Table 7, second phase: TinyStories and 20% of OpenMathInstruct-1.
+
+python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json &&
+python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json && python train.py config/paper/papaformer/stories_math/llama_192.py
+"""
+model = 'papaformer'
+data = {'tinystories_neox': (0.0, 1.0), 'openmath_neox': (0.0, 0.2)}    # 20% of OpenMathInstruct-1
+
+block_size = 256
+n_layer = 8
+n_head = 6
+n_embd = 192
+n_parallel = 0
+
+epochs = 2                      # another cut in each
+batch_size = 32
+gradient_accumulation_steps = 8
+learning_rate = 5e-4
+min_lr = 0.0                    # not given in the paper
+schedule = 'cosine'
+warmup_iters = 0                # not given in the paper
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-5
+grad_clip = 1.0                 # not given in the paper
+seed = 42
+eval_interval = 1000
+save_interval = 1000

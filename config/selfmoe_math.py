@@ -1,0 +1,15 @@
+"""The base model of config/selfmoe.py with gates, fine-tuned on the toy math. Instead of matrix gates:
+--surgery_args="dict(kind='vector')" (scalar, none), or --surgery=upcycle --surgery_args="dict(n=2, k=2)"; name an --out_dir."""
+model = 'selfmoe'
+init_from = 'out/selfmoe'
+surgery = 'add_gates'
+surgery_args = dict(kind='matrix')
+data = 'toy_math'
+
+epochs = 4
+batch_size = 4
+learning_rate = 1e-3
+min_lr = 1e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500
