@@ -18,13 +18,14 @@ Departures from the paper, and gaps it leaves:
 - The text wants auxiliary losses that keep each token's choice soft and spread the load; the printed Eq. 8 and 9 have
   both signs the other way, and sum over k of the k+1 choices. `intended` follows the text, `printed` the formulas'
   signs; the release has the first sign as intended, the second as printed, and takes both of the sampled one-hot
-  weights (`released`). All three count all k+1 choices.
+  weights (`released`). All three count all k+1 choices, and add 1e-8 inside the logarithm as the release does.
 - In eval mode the router takes the best route without noise, so that evaluations can be repeated. The release samples.
 - Table 2's FFN sizes contradict its parameter counts. Two thirds of 4d, rounded up to a multiple of 32, fits the
   counts within 2%, with an output projection in attention. The release has 4d and none (`ffn_hidden`, `attn_out_proj`).
 - Section 3.4.1 speaks of 3 Layer Blocks and 2 parallel layers; Table 2 and the release have 2 and 3, and so have we.
 - Paths of different widths (the paper's future work) work with `share`: one map per path instead of one for all.
-- The paper gives no initialisation. Ours is 0.02, but the Connections are the residual stream itself and keep its size.
+- The paper gives no initialisation; the release's is 0.02 everywhere. Ours too, but the Connections are the residual
+  stream itself and keep its size. Smaller differences to the release are listed in docs/papaformer.md.
 
 Dimension letters: B batch, T sequence, D width, H heads, k paths, V vocabulary.
 """
@@ -68,6 +69,8 @@ class PaPaformerConfig:
             raise ValueError(f'path_embd {self.path_embd} and path_head {self.path_head} must have one entry per path')
         if self.path_ffn_hidden is not None and len(self.path_ffn_hidden) != len(self.path_embd):
             raise ValueError(f'path_ffn_hidden has {len(self.path_ffn_hidden)} entries for {len(self.path_embd)} paths')
+        if any(hidden is not None and hidden < 1 for hidden in (self.ffn_hidden, *(self.path_ffn_hidden or []))):
+            raise ValueError('ffn_hidden and path_ffn_hidden must be at least 1')
         for d, h in zip(widths, heads):
             if d < 1 or h < 1 or d % (2 * h):            # rotary positions turn pairs
                 raise ValueError(f'a width of {d} cannot be split into {h} heads of an even width')
@@ -110,7 +113,7 @@ def attend(q, k, v, cache, layer, dropout):
 
 
 class Block(nn.Module):
-    """The paper's Fig. 1: RMSNorm, rotary attention, RMSNorm, SwiGLU. Layer Blocks and parallel blocks differ in width."""
+    """The paper's Fig. 1: RMSNorm, rotary attention, RMSNorm, SwiGLU; Layer Block or parallel block, by its width."""
 
     def __init__(self, d, n_head, hidden, layer, dropout, config):
         super().__init__()
@@ -138,7 +141,7 @@ class Block(nn.Module):
 
 
 class Share(nn.Module):
-    """Share-Linear (Fig. 3): the concatenated outputs (Eq. 1) through one linear map, or through one for each width."""
+    """Share-Linear (Fig. 3): the concatenated outputs (Eq. 1) through one linear map, or one per path."""
 
     def __init__(self, d_in, widths):
         super().__init__()
@@ -146,7 +149,7 @@ class Share(nn.Module):
 
     def forward(self, outputs):
         y = torch.cat(outputs, -1)                       # (B, T, sum of widths), Eq. 1
-        return [linear(y) for linear in self.maps], {}
+        return [linear(y).type_as(y) for linear in self.maps], {}     # the stream stays in its own precision
 
 
 class Router(nn.Module):
@@ -189,7 +192,7 @@ class Gumbel(nn.Module):
 
     def forward(self, outputs):
         y = torch.cat(outputs, -1)                                              # (B, T, k*d'), Eq. 1
-        mix = self.combine(y)                                                   # (B, T, d'), Eq. 2, Eq. 6
+        mix = self.combine(y).type_as(y)                                        # (B, T, d'), Eq. 2, Eq. 6
         weights, losses = self.router(mix if self.reads_mix else y)             # (B, T, k+1), Eq. 4, Eq. 5
         choices = [*outputs, mix]
         return [sum(w * f for w, f in zip(weights.split(1, -1), choices))], losses    # Eq. 3, Eq. 7
@@ -304,7 +307,7 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, k+1)}: the Gumbel weights as multiplied in, the mix last; {} for `share`: it chooses nothing."""
+        """{layer: (B, T, k+1)}: the Gumbel weights as multiplied in, the mix last; {} for `share`."""
         found, hooks = {}, []
         for name, module in self.named_modules():
             if isinstance(module, Router):
@@ -331,23 +334,29 @@ class PaPaformer(nn.Module):
 def compose(paths, **settings):
     """Fig. 5: k trained path models become the parallel layers of one new model, whose width is the sum of theirs.
     Embedding and head are concatenated along the width, in the order of the paths; Layer Blocks, Connections and the
-    final norm are fresh. `settings` are fields of the config (connection, n_layer, aux_form, ...)."""
+    final norm are fresh. `settings` are fields of the new config (connection, n_layer, n_head, dropout, ...)."""
+    if not isinstance(paths, list) or not paths:
+        raise ValueError('compose takes a list of path models')
     configs = [path.config for path in paths]
     if any(c.n_parallel for c in configs):
         raise ValueError('a path must be a model without parallel layers (n_parallel=0)')
-    for name in ('vocab_size', 'block_size', 'n_layer', 'attn_out_proj'):
+    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
         values = [getattr(c, name) for c in configs]
         if len(set(values)) > 1:
             raise ValueError(f'the paths differ in {name}: {values}')
-    known = [f.name for f in fields(PaPaformerConfig)]
-    fixed = dict(vocab_size=configs[0].vocab_size, block_size=configs[0].block_size, n_parallel=configs[0].n_layer,
-                 n_embd=sum(c.n_embd for c in configs), attn_out_proj=configs[0].attn_out_proj,
+    default = dict(block_size=max(c.block_size for c in configs), n_head=sum(c.n_head for c in configs))
+    fixed = dict(vocab_size=configs[0].vocab_size, n_parallel=configs[0].n_layer, n_embd=sum(c.n_embd for c in configs),
                  path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],
-                 path_ffn_hidden=[path.first[0].down.in_features for path in paths])
+                 path_ffn_hidden=[path.first[0].down.in_features for path in paths],
+                 attn_out_proj=configs[0].attn_out_proj)
     for name in settings:
-        if name in fixed or name not in known:
-            raise ValueError(f"'{name}' " + ('follows from the paths' if name in fixed else 'is not a setting of the model'))
-    model = PaPaformer(PaPaformerConfig(**{'n_head': sum(c.n_head for c in configs), **settings, **fixed}))
+        if name in fixed:
+            raise ValueError(f"'{name}' follows from the paths")
+        if name not in [f.name for f in fields(PaPaformerConfig)]:
+            raise ValueError(f"'{name}' is not a setting of the model")
+    if 'n_head' not in settings and fixed['n_embd'] % (2 * default['n_head']):
+        raise ValueError(f"a width of {fixed['n_embd']} cannot be split into the paths' heads together: set n_head")
+    model = PaPaformer(PaPaformerConfig(**{**default, **settings, **fixed})).to(paths[0].wte.weight)
     with torch.no_grad():
         model.wte.weight.copy_(torch.cat([path.wte.weight for path in paths], 1))
         model.head.weight.copy_(torch.cat([path.head.weight for path in paths], 1))
@@ -359,7 +368,7 @@ def compose(paths, **settings):
 
 @torch.no_grad()
 def path_usage(model, idx):
-    """(B, layers): the path that each prompt's last token uses, counted from 0; k stands for the mix (Table 6).
+    """(B, layers): the path that the last token of (B, T) prompts uses, counted from 0; k stands for the mix (Table 6).
     Gumbel: the chosen route. Share chooses nothing: the path whose output is most similar (cosine) to what the
     Connection makes of them all, in every layer but the last, whose widths differ. Call eval() first."""
     if model.config.connection != 'share':

@@ -16,10 +16,15 @@ Departures from the paper, and gaps it leaves:
 - Eq. 5 as printed drops the gates that lower perplexity and keeps those that raise it. The text drops the gates that
   change little, Table 6 drops all gates before some layer. `select_gates` has all three (`printed`, `changes`,
   `from_layer`) and, as its default, the rule one would expect: keep the gates that help (`improves`).
-- n-1 gates of D x D are 0.52B parameters for a 7B model; the abstract's "approximately 200M" is a slip.
-- The paper calibrates on a part of the training set; `train.py` hands over batches of the validation set.
-- The paper's mixture is MergeKit's; ours has a random router, since experts that are alike and weighted alike would
-  get the same gradient forever. The gates of the K chosen are renormalised, so it still starts equal to the base.
+- "We utilize language model head as a projection layer": we take the final norm and then the head, as the model does;
+  earlier gates stay in place while a later one is judged; and batches come from the validation set, not from training.
+- Section 3.2's "approximately 200M" for a 7B model does not fit 31 gates of 4,096 x 4,096, which are 0.52B (its tables
+  agree); nor does 4.3.2's 8.5B for Mistral with gates, which has 7.8B.
+- Fig. 2's "mean activation" is read as the root mean square of a token's state, averaged over tokens (`size`).
+- The paper's mixture is MergeKit's, its router unnamed. Ours is random: copies that are weighted alike would get the
+  same gradient forever. The K gates are renormalised, so the mixture still starts equal to its base, up to rounding.
+  At K = 1 that makes the weight a constant 1, and the router learns from the balance loss alone.
+- No sliding-window attention, which Mistral has.
 
 Dimension letters: B batch, T sequence, N = B*T tokens, D width, H heads, E experts, K chosen per token,
 R = N*K rows that are computed, sorted by expert, F hidden width, V vocabulary.
@@ -58,6 +63,8 @@ class SelfMoEConfig:
             raise ValueError(f'{self.n_head} query heads cannot share {self.n_kv_head} key and value heads evenly')
         if self.gate not in ('none', 'matrix', 'vector', 'scalar'):
             raise ValueError(f"gate is '{self.gate}'; it can be none, matrix, vector or scalar")
+        if self.ffn_hidden is not None and self.ffn_hidden < 1:
+            raise ValueError(f'ffn_hidden = {self.ffn_hidden} is too small')
         if not set(self.gate_layers or []) <= set(range(1, self.n_layer)):
             raise ValueError(f'gate_layers is {self.gate_layers}; gates stand around blocks 1 to {self.n_layer - 1}')
         if not 1 <= self.top_k <= self.n_expert:
@@ -127,7 +134,7 @@ class FFN(nn.Module):
         return self.down(F.silu(gate) * up), {}
 
 
-class MoE(nn.Module):
+class Mixture(nn.Module):
     """E SwiGLU experts, of which each token takes K; only those are computed."""
 
     def __init__(self, d, hidden, n_expert, top_k):
@@ -181,7 +188,7 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.RMSNorm(D, eps=1e-6), nn.RMSNorm(D, eps=1e-6)
         self.qkv = nn.Linear(D, (self.n_head + 2 * self.n_kv_head) * self.d_head, bias=False)
         self.proj = nn.Linear(D, D, bias=False)
-        self.ffn = FFN(D, hidden) if config.n_expert == 1 else MoE(D, hidden, config.n_expert, config.top_k)
+        self.ffn = FFN(D, hidden) if config.n_expert == 1 else Mixture(D, hidden, config.n_expert, config.top_k)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=0, cache=None):
@@ -306,17 +313,20 @@ class SelfMoE(nn.Module):
 
 
 def rebuild(model, **changes):
-    """A model with another config; what both have keeps its weights."""
+    """A model with another config, in the same mode; what both have keeps its weights."""
     new = SelfMoE(SelfMoEConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
-    weights = {name: p for name, p in model.state_dict().items() if name in new.state_dict()}
-    new.load_state_dict(weights, strict=False)
-    return new
+    kept = new.state_dict().keys() & model.state_dict().keys()
+    new.load_state_dict({name: model.state_dict()[name] for name in kept}, strict=False)
+    return new.train(model.training)
 
 
 def add_gates(model, kind='matrix'):
-    """Zero gates around every block but the first: the same function as before, until it is trained on."""
+    """Zero gates around every block but the first: the same function as before, until it is trained on. Kind 'none'
+    adds nothing: the control of a comparison."""
     if model.gates:
         raise ValueError('the model has gates already')
+    if model.config.n_layer < 2:
+        raise ValueError('a model of one block has no place for a gate')
     return rebuild(model, gate=kind, gate_layers=None)
 
 
@@ -338,21 +348,23 @@ class GateTable(list):
     """One dict per gate: layer, perplexity through the head without and with the gate's contribution, kept or not."""
 
     def __str__(self):
-        rows = [(*r.values(),) for r in self]
-        return '\n'.join(['gates     layer   without      with'] + [
-            f"          {i:5}{a:10.4g}{b:10.4g}  {'kept' if kept else 'removed'}" for i, a, b, kept in rows])
+        return '\n'.join(['gates     layer   without      with    change'] + [
+            f"          {r['layer']:5}{r['without']:10.4g}{r['with']:10.4g}{100 * (r['with'] / r['without'] - 1):9.2f}%"
+            f"  {'kept' if r['kept'] else 'removed'}" for r in self])
 
 
 @torch.no_grad()
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
-    """Remove gates after training. Each layer's state, without and with its gate's contribution, goes through the final
-    norm and head; their perplexities (per sequence, then the mean) decide (Eq. 3 to 5). -> (model, GateTable)"""
-    if not model.gates:
-        raise ValueError('the model has no gates')
+    """Remove gates after training -> (model, GateTable). Each layer's state, without and with its gate's contribution,
+    goes through the final norm and head, and their perplexities (one per sequence, then the mean) decide (Eq. 3 to 5).
+    `threshold` is the relative change that the rule `changes` asks for; `layer` the first block, counted from 0, whose
+    gate `from_layer` keeps."""
     rules = dict(improves=lambda i, a, b: b < a,                                # keep what helps
                  changes=lambda i, a, b: abs(b - a) / a > threshold,            # the prose of section 3.3
                  printed=lambda i, a, b: not b <= a,                            # Eq. 5 to the letter
                  from_layer=lambda i, a, b: i >= layer)                         # what Table 6 did
+    if not model.gates:
+        raise ValueError('the model has no gates')
     if rule not in rules:
         raise ValueError(f"rule is '{rule}'; it can be {', '.join(rules)}")
     if rule == 'from_layer' and layer is None:
@@ -360,24 +372,32 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
     found = {i: [] for i in model.gates}                                        # layer: [(2, B) perplexities, ...]
 
     def perplexity(h, targets):                                                 # (B,): one per sequence
-        logits = model.head(model.norm_f(h)).float()
+        logits = model.head(model.norm_f(h))
         nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction='none')
-        return (nats.double().sum(1) / (targets >= 0).sum(1)).exp()
-    training = model.training
+        return (nats.sum(1) / (targets >= 0).sum(1)).exp()
+
+    was_training = model.training
     model.eval()
-    for idx, targets in batches:
-        keep = (targets >= 0).any(1)
-        idx, targets, h = idx[keep], targets[keep], model.wte(idx[keep])
-        for i, block in enumerate(model.blocks):
-            out, _ = block(h)
-            if str(i) in model.gates:
-                around = out + model.gates[str(i)](h)
-                found[str(i)].append(torch.stack((perplexity(out, targets), perplexity(around, targets))))    # Eq. 3, 4
-                out = around
-            h = out
-    model.train(training)
+    try:
+        for idx, targets in batches:
+            scored = (targets >= 0).any(1)
+            if not scored.any():
+                continue
+            targets, h = targets[scored], model.wte(idx[scored])
+            for i, block in enumerate(model.blocks):                            # as in features
+                out, _ = block(h)
+                if str(i) in model.gates:
+                    gated = out + model.gates[str(i)](h)
+                    pair = perplexity(out, targets), perplexity(gated, targets)     # Eq. 3, Eq. 4
+                    found[str(i)].append(torch.stack(pair))
+                    out = gated
+                h = out
+    finally:
+        model.train(was_training)
     table = GateTable()
     for i, pairs in found.items():
+        if not pairs:
+            raise ValueError('select_gates needs calibration batches with at least one target')
         a, b = torch.cat(pairs, 1).mean(1).tolist()
         table.append({'layer': int(i), 'without': a, 'with': b, 'kept': rules[rule](int(i), a, b)})
     return rebuild(model, gate_layers=[row['layer'] for row in table if row['kept']]), table

@@ -260,14 +260,14 @@ def test_auxiliary_losses_by_hand():
 
 
 def minimise(form, names):
-    """-> (largest load, mean of the tokens' largest probabilities) after 80 steps from a slightly unbalanced router."""
+    """-> (largest load, mean of the tokens' largest probabilities) after 40 steps from a slightly unbalanced router."""
     torch.manual_seed(0)
     router = papaformer.Router(8, 3, PaPaformerConfig(**{**SMALL, 'connection': 'gumbel2', 'aux_form': form})).train()
     x = torch.randn(1, 256, 8) + 1.0
     with torch.no_grad():
         router.linear.weight[0] += 0.1
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.05)
-    for _ in range(80):
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.1)
+    for _ in range(40):
         losses = router(x)[1]
         optimizer.zero_grad()
         sum(losses[name] for name in names).backward()
@@ -339,13 +339,16 @@ def test_compose_errors():
             ([a, deep], {}, r'the paths differ in n_layer: \[3, 2\]'),
             ([a, make_path(vocab_size=37)], {}, r'the paths differ in vocab_size: \[31, 37\]'),
             ([a, make_path(attn_out_proj=False)], {}, 'the paths differ in attn_out_proj'),
-            ([a, parallel], {}, 'without parallel layers'),
+            ([a, parallel], {}, 'without parallel layers'), ([], {}, 'list of path models'), (a, {}, 'list of path models'),
+            ([make_path(n_embd=24, n_head=3), make_path(n_embd=16, n_head=4)], {}, 'width of 40 .*set n_head'),
             ([a, b], dict(conection='share'), "'conection' is not a setting"),
             ([a, b], dict(n_embd=16), "'n_embd' follows from the paths"),
             ([a, b], dict(path_ffn_hidden=[8, 8]), "'path_ffn_hidden' follows from the paths")):
         with pytest.raises(ValueError, match=words):
             compose(paths, **settings)
     assert compose([a, b]).config.n_head == 4            # the sum, if it is not given
+    assert compose([a, make_path(block_size=20)]).config.block_size == 20
+    assert compose([a.double(), b.double()]).wte.weight.dtype == torch.float64
 
 
 # ------------------------------------------------------------------------------------------------ which path is used
@@ -551,6 +554,13 @@ def test_bfloat16_autocast_and_one_graph(connection):
             _, loss, aux = m(x, x)
             assert abs(loss - exact) < 0.05 * exact and loss.dtype == torch.float32
     assert all(v.dtype == torch.float32 for v in aux.values())   # routers stay out of bfloat16
+    streams = []
+    for block in model.modules():
+        if isinstance(block, papaformer.Block):
+            block.register_forward_hook(lambda _, args, output: streams.append((args[0].dtype, output.dtype)))
+    with torch.autocast('cpu', torch.bfloat16):
+        model(x)
+    assert streams and {d for pair in streams for d in pair} == {torch.float32}   # and so does the residual stream
     objective(loss, aux).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -562,6 +572,7 @@ def test_config_errors():
                          (dict(dropout=-0.1), 'dropout'), (dict(path_head=[2]), r'path_embd.*path_head.*one entry'),
                          (dict(path_embd=[], path_head=[], path_ffn_hidden=None), 'one entry per path'),
                          (dict(path_ffn_hidden=[8]), 'path_ffn_hidden has 1 entries for 2 paths'),
+                         (dict(ffn_hidden=0), 'ffn_hidden'), (dict(path_ffn_hidden=[8, -1]), 'path_ffn_hidden'),
                          (dict(n_head=3), '16 cannot be split into 3'), (dict(n_head=16), 'even width'),
                          (dict(n_head=0), '0 heads'), (dict(n_embd=0), 'width of 0'),
                          (dict(path_head=[2, 3]), '8 cannot be split'),
