@@ -1,0 +1,54 @@
+"""Draws the plots of docs/*.md from the numbers kept beside this file: python docs/results/plots.py"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+
+
+def band(axis, steps, runs, label, **style):
+    """The mean over seeds, and a band from the lowest to the highest."""
+    runs = np.array(runs)
+    line, = axis.plot(steps, runs.mean(0), label=label, **style)
+    axis.fill_between(steps, runs.min(0), runs.max(0), alpha=0.2, color=line.get_color(), lw=0)
+
+
+def papaformer():
+    """Validation loss by step on the toy corpora: composed paths, the same model from random weights, dense models."""
+    runs = json.loads((HERE / 'papaformer.json').read_text())['toy']
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    for axis, name, limits in zip(axes, ('toy_stories', 'toy_math'), ((1.1, 1.7), (0.6, 1.7))):
+        for kind, style in (('random share', '--'), ('composed share', '-'), ('dense on 40%', '--'), ('dense on 100%', '-')):
+            seeds = list(runs[kind].values())
+            band(axis, seeds[0]['steps'], [seed['loss'][name] for seed in seeds], kind, ls=style)
+        axis.set(title=name, xlabel='step of 512 tokens', ylabel='validation loss', ylim=limits)
+    axes[0].legend()
+    return figure
+
+
+def selfmoe():
+    """Perplexity of each layer's state through the model's own head, without and with its gate (real math)."""
+    runs = json.loads((HERE / 'selfmoe.json').read_text())['real']
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+    for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
+        tables = [seed['gates'] for seed in runs[f'{kind}, improves'].values()]
+        layers = [row['layer'] for row in tables[0]]
+        for key, style in (('without', '--'), ('with', '-')):
+            band(axis, layers, [[row[key] for row in table] for table in tables], f'{key} the gate', ls=style, marker='o', ms=4)
+        axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
+    axes[0].set_ylabel('perplexity through the head')
+    axes[0].legend()
+    return figure
+
+
+if __name__ == '__main__':
+    for draw in (papaformer, selfmoe):
+        if (HERE / f'{draw.__name__}.json').exists():
+            figure = draw()
+            figure.tight_layout()
+            figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)
