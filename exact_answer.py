@@ -121,8 +121,11 @@ def main():
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     tokenizer, used = prepare.load_tokenizer(ckpt['folder']), ckpt['settings']['data']
+    if tokenizer.kind == 'chunks':
+        raise UserError('exact_answer.py reads models of tokens, not of chunks of bytes')
     if not args.data and not isinstance(used, str) and len(used) > 1:
-        raise UserError(f"the run was trained on several data sets: choose one, as --data={ckpt['settings']['data_dir']}/{next(iter(used))}")
+        one = Path(ckpt['settings']['data_dir'], next(iter(used)))
+        raise UserError(f'the run was trained on several data sets: choose one, as --data={one}')
     data = args.data or Path(ckpt['settings']['data_dir'], used if isinstance(used, str) else next(iter(used)))
     problems = read_problems(data)[:args.num]
     result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size, machine.device)

@@ -67,8 +67,11 @@ class Data:
     crosses from one set into another. The order is a function of (seed, epoch): only the place in it is state.
     With `stream`, the chunks stay in the order of the text, and row r of the batch reads the r-th part of them."""
 
-    def __init__(self, s, corpus, seq_len, machine):
+    def __init__(self, s, corpus, seq_len, machine, slots=None):
         self.s, self.T, self.align, self.pad = s, seq_len, corpus.align, corpus.pad
+        if slots not in (None, self.align):              # of the model's chunks; 1: it reads tokens
+            kinds = [f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.align, slots)]
+            raise UserError(f'{corpus.folder} holds {kinds[0]}, but the model reads {kinds[1]}')
         self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step
         self.epoch, self.position, self.words = 0, 0, 0.0
         self.stride = s.stride or seq_len

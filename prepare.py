@@ -482,9 +482,11 @@ def encode_split(work, split, spans, end, jobs):
 
 
 def make_toy(root='data', overwrite=False):
-    """Write toy_stories, toy_math, toy_lingo and toy_blimp where they are missing; they share one BPE."""
+    """Write toy_stories, toy_math, toy_lingo and toy_blimp where they are missing; they share one BPE. toy_bytes is
+    toy_stories once more, as chunks of bytes."""
     plan = dict(toy_stories=(story, 3_000_000), toy_math=(problem, 1_000_000), toy_lingo=(lingo, 1_000_000))
-    missing = [Path(root) / name for name in [*plan, 'toy_blimp'] if overwrite or not (Path(root) / name).is_dir()]
+    names = [*plan, 'toy_bytes', 'toy_blimp']
+    missing = [Path(root) / name for name in names if overwrite or not (Path(root) / name).is_dir()]
     texts = {name: [] for name in plan if missing}
     for name in texts:
         (write, size), dice = plan[name], Dice(name)
@@ -497,8 +499,9 @@ def make_toy(root='data', overwrite=False):
     for target in missing:
         try:
             if target.name != 'toy_blimp':
-                documents = (('train', text) for text in texts[target.name])
-                build(target, documents, tokenizer, 0.02, overwrite=overwrite, source=['prepare.py toy'])
+                chunks = 8 if target.name == 'toy_bytes' else None
+                documents = (('train', text) for text in texts['toy_stories' if chunks else target.name])
+                build(target, documents, tokenizer, 0.02, byte_limit=chunks, overwrite=overwrite, source=['prepare.py toy'])
                 continue
             with new_folder(target, overwrite) as work:
                 for kind in SCENES:

@@ -16,12 +16,16 @@ from prepare import load_tokenizer
 from train import load_checkpoint
 
 
+def show(tokenizer, i):
+    """A token as it is printed in a table."""
+    return '<eot>' if i == tokenizer.eot else repr(tokenizer.decode([i]))[1:-1] or '<end>'
+
+
 def show_next(model, tokenizer, idx, n):
     """The n most probable tokens after the prompt, with their probabilities."""
     prob = model(idx)[0][0, -1].float().softmax(-1)
     for p, i in zip(*(t.tolist() for t in prob.topk(min(n, len(prob))))):
-        token = repr(tokenizer.decode([i]))[1:-1] if i != tokenizer.eot else '<eot>'
-        print(f'{p:8.4f}  {token}')
+        print(f'{p:8.4f}  {show(tokenizer, i)}')
 
 
 def show_routes(model, tokenizer, idx):
@@ -33,7 +37,7 @@ def show_routes(model, tokenizer, idx):
     def way(gate):
         chosen = gate.nonzero().flatten().tolist()
         return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in sorted(chosen, key=lambda i: -gate[i]))
-    tokens = [repr(tokenizer.decode([i]))[1:-1] if i != tokenizer.eot else '<eot>' for i in idx[0].tolist()]
+    tokens = [show(tokenizer, i) for i in idx[0].tolist()]
     table = [['token', *routes]] + [[token, *(way(gate[t]) for gate in routes.values())] for t, token in enumerate(tokens)]
     widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
     for row in table:
@@ -60,15 +64,17 @@ def main():
     device = Machine(args.device).device
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = load_tokenizer(ckpt['folder'])
-    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt)]], device=device)
-    limit = model.config.block_size
+    ids = [*tokenizer.end, *tokenizer.encode(args.prompt)]
+    while args.prompt and not tokenizer.token_bytes[ids[-1]]:
+        ids.pop()                                        # chunks of bytes: the model may go on with the last one
+    prompt, limit = torch.tensor([ids], device=device), model.config.block_size
     if args.next is not None:
         show_next(model, tokenizer, prompt[:, -limit:], max(1, args.next))
         return
     torch.manual_seed(args.seed)
     for n in range(args.num):
         idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
-        print(tokenizer.decode(idx[0, 1:].tolist()))
+        print(tokenizer.decode(idx[0].tolist()))
         if args.routes:
             print()
             show_routes(model, tokenizer, idx[:, -limit:])

@@ -67,6 +67,8 @@ class Settings:
     beta2: float = 0.95
     eps: float = 1e-8
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
+    dropout_schedule: str = 'constant'     # constant | early | late | linear | triangle, of a model that has set_dropout
+    dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
     aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
     # what is written
     log_interval: int = 10                 # steps between lines of the log
@@ -111,8 +113,10 @@ def check_ranges(s):
             raise UserError(f"{key} = {value} must be {'more than' if key in positive else 'at least'} 0")
     if not all(isinstance(value, (int, float)) for value in [*s.checkpoint_words, *s.aux_weights.values()]):
         raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
-    schedules = ('cosine', 'linear', 'constant')
+    schedules, dropouts = ('cosine', 'linear', 'constant'), ('constant', 'early', 'late', 'linear', 'triangle')
     for wrong, message in ((s.schedule not in schedules, f"schedule is '{s.schedule}'; it can be {', '.join(schedules)}"),
+                           (s.dropout_schedule not in dropouts, f"dropout_schedule is '{s.dropout_schedule}'; "
+                            f"it can be {', '.join(dropouts)}"),
                            (s.beta1 >= 1 or s.beta2 >= 1, 'beta1 and beta2 must be less than 1'),
                            (s.memory and not s.stream, 'memory needs contiguous text: set stream=True'),
                            (s.stream and (s.stride or s.epoch_words), 'a stream has no stride and no epoch_words'),
@@ -276,6 +280,13 @@ def learning_rate(it, s, max_iters):
     return s.min_lr + shape[s.schedule] * (s.learning_rate - s.min_lr)
 
 
+def dropout_rate(it, s, max_iters, p):
+    """The model's own rate p, shaped over the run: on then off, off then on, falling to 0, rising to p and falling."""
+    done = it / max_iters
+    return p * dict(constant=1.0, early=float(done < s.dropout_phase), late=float(done >= s.dropout_phase),
+                    linear=1 - done, triangle=1 - abs(2 * done - 1))[s.dropout_schedule]
+
+
 def trim(cache, length):
     """The last keys and values of a cache, without their history: the next segment's memory."""
     return [(k[:, :, -length:].detach(), v[:, :, -length:].detach()) for k, v in cache]
@@ -338,6 +349,8 @@ class Trainer:
         except ValueError as e:
             raise UserError(f'{self.s.model}: {e}') from None
         self.model.train()
+        if self.s.dropout_schedule != 'constant' and not hasattr(self.model, 'set_dropout'):
+            raise UserError(f'dropout_schedule: {self.s.model} has no set_dropout')
         for name in self.s.aux_weights:
             if name not in aux:
                 raise UserError(f"aux_weights names '{name}', but {self.s.model} returns "
@@ -427,6 +440,9 @@ class Trainer:
         self.open_folder(ckpt)
         if report:
             self.log(surgery=report)
+        scheduled = s.dropout_schedule != 'constant'
+        if scheduled:
+            self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
         model = self.wrap()
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
@@ -451,7 +467,10 @@ class Trainer:
                 self.say(f'stopped at step {self.it:,}; go on with the same command and --resume')
                 sys.exit(128 + (self.caught or [signal.SIGTERM])[0])
 
-            lr = learning_rate(self.it, s, self.max_iters)
+            lr, also = learning_rate(self.it, s, self.max_iters), {}
+            if scheduled:
+                also['dropout'] = dropout_rate(self.it, s, self.max_iters, self.model.config.dropout)
+                self.model.set_dropout(also['dropout'])
             mean, norm = train_step(model, self.optimizer, data, self.memory, s, machine, lr)
             self.it, tokens = self.it + 1, tokens + data.rows * data.T
             self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; the device is not waited for
@@ -460,7 +479,7 @@ class Trainer:
                 values = {name: machine.sum(v.clone()).item() / machine.world for name, v in mean.items()}
                 rate = tokens / (time.perf_counter() - clock)
                 tokens, clock = 0, time.perf_counter()
-                self.log(**values, lr=lr, grad_norm=norm.item(), tokens_per_s=round(rate), epoch=data.epoch, words=round(data.words))
+                self.log(**values, **also, lr=lr, grad_norm=norm.item(), tokens_per_s=round(rate), epoch=data.epoch, words=round(data.words))
                 bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} tokens/s")
             while pending and data.words >= pending[0]:
                 self.save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
@@ -562,7 +581,7 @@ def main():
     else:
         model, report = initial_model(s, module, model_keys, corpus)
     model.to(machine.device)
-    data = Data(s, corpus, s.seq_len or model.config.block_size, machine)
+    data = Data(s, corpus, s.seq_len or model.config.block_size, machine, getattr(model.config, 'byte_limit', 0) + 1)
     planned = s.max_iters or max(1, data.count_chunks(s.epochs) // data.rows)
     max_iters = 0 if s.max_iters == 0 else planned
     show_plan(model, s, corpus, data, machine, planned, say)

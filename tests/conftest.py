@@ -48,6 +48,8 @@ def smoke(run, data_dir, tmp_path_factory):
             smoke(start.replace('out/', 'config/', 1) + '.py')
         if config not in done:
             data = ['--data=toy_stories'] if 'paper' in config else []
+            if data and 'byte_limit' in values:
+                data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
             run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=1',
                 '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder,
                 OMP_NUM_THREADS='2')

@@ -648,7 +648,9 @@ def test_toy_folders(toy):
     before = {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
     prepare.make_toy(toy)
     assert before == {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
-    assert sorted(os.listdir(toy)) == ['toy_blimp', 'toy_lingo', 'toy_math', 'toy_stories']
+    assert sorted(os.listdir(toy)) == ['toy_blimp', 'toy_bytes', 'toy_lingo', 'toy_math', 'toy_stories']
+    whole, chunks = (load_meta(toy / name)['splits']['val'] for name in ('toy_stories', 'toy_bytes'))
+    assert chunks['bytes'] == whole['bytes'] and chunks['documents'] == whole['documents']
     names = ['toy_stories', 'toy_math', 'toy_lingo']
     assert len({load_tokenizer(toy / name).hash for name in names}) == 1
     sizes = [sum(split['bytes'] for split in load_meta(toy / name)['splits'].values()) for name in names]

@@ -1,0 +1,32 @@
+"""Section 5.2: the byte-level model with pooled chunks; all bytes of a chunk at once, as the paper has it.
+
+python prepare.py simplewiki --name simplewiki_chunks --chunks && python train.py config/paper/stlm/bytes_parallel.py
+"""
+model = 'stlm'
+data = 'simplewiki_chunks'
+
+vocab_size = 259
+block_size = 6656               # 512 chunks of 13 slots
+byte_limit = 12                 # ours
+byte_embd = 128                 # "64 for example"
+byte_layer = 2
+byte_head = 4                   # ours
+n_layer = 10
+n_head = 16
+n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_embd = 512
+ffn_hidden = 1536
+dropout = 0.1
+decoder = 'parallel'
+
+max_iters = 25000
+batch_size = 24
+gradient_accumulation_steps = 20
+learning_rate = 6e-4
+min_lr = 6e-5                   # not given in the paper
+schedule = 'cosine'
+warmup_iters = 5000
+weight_decay = 0.1
+seed = 42
+eval_interval = 1000
+save_interval = 1000

@@ -1,0 +1,28 @@
+"""Section 5.1: one FFN for all layers, and a low-rank adapter of its own in each.
+
+python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn_lora.py
+"""
+model = 'stlm'
+data = 'simplewiki'
+
+block_size = 512
+n_layer = 10
+n_head = 16
+n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_embd = 512
+ffn_hidden = 1536
+dropout = 0.1
+share = 'ffn'
+lora_rank = 16                  # ours
+
+max_iters = 25000
+batch_size = 24
+gradient_accumulation_steps = 20
+learning_rate = 6e-4
+min_lr = 6e-5                   # not given in the paper
+schedule = 'cosine'
+warmup_iters = 5000
+weight_decay = 0.1
+seed = 42
+eval_interval = 1000
+save_interval = 1000

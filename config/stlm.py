@@ -1,0 +1,20 @@
+"""The Super Tiny baseline on the toy stories: a modern Transformer of tokens. --share=ffn or --share=all, with or without
+--lora_rank=8, share its weights between layers; --dropout_schedule=early (late, linear, triangle) moves its dropout."""
+model = 'stlm'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 4
+n_head = 4
+n_kv_head = 2
+n_embd = 96
+ffn_hidden = 256
+dropout = 0.0
+
+epochs = 2
+batch_size = 8
+learning_rate = 3e-3
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

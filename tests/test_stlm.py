@@ -1,0 +1,668 @@
+"""stlm.py against a slow oracle from LLaMA's definitions and section 5.2, one position at a time; its probabilities,
+its streams of chunks from text to bits per byte, and its generation."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import prepare
+import stlm
+import train
+from loader import as_tensor, val_batches
+from machine import Machine
+from stlm import STLM, STLMConfig
+
+SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8, dropout=0.0)
+BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2, byte_head=2)
+SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
+          dict(share='all', lora_rank=3, n_kv_head=4)]
+DECODERS = ['causal', 'parallel']
+
+
+def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
+    """A small model whose gains, adapters and positions matter. With byte_limit, or decoder, it is byte-level."""
+    torch.manual_seed(seed)
+    byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
+    model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_((0.4 if name in ('start', 'pool.weight', 'spread.weight') else scale) * torch.randn_like(p))
+    return model
+
+
+def tokens(B=2, T=6, seed=1):
+    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def stream(B, T, V=9, limit=3, seed=1):
+    """(B, T) symbols of random chunks: some are end-of-text, the others have 1 to limit bytes."""
+    dice, rows = random.Random(seed), []
+    for _ in range(B):
+        row = []
+        while len(row) < T:
+            chunk = [dice.randrange(V - 3) for _ in range(dice.randint(1, limit))] + [V - 3]
+            chunk = [V - 2] if dice.random() < 0.2 else chunk
+            row += chunk + [V - 1] * (limit + 1 - len(chunk))
+        rows.append(row[:T])
+    return torch.tensor(rows)
+
+
+def inputs(model, T=6, B=2, seed=1):
+    return stream(B, T, seed=seed) if model.config.byte_limit else tokens(B, T, seed)
+
+
+def without_padding(y, V):
+    return y.masked_fill(y == V - 1, -1)
+
+
+def whole(symbols, V, limit):
+    """Whether these are whole chunks: bytes and end-of-chunk, or end-of-text, then padding."""
+    for i in range(0, len(symbols), limit + 1):
+        chunk = symbols[i:i + limit + 1]
+        end = next((j for j, s in enumerate(chunk) if s >= V - 3), None)
+        if end is None or len(chunk) != limit + 1 or chunk[end] != (V - 3 if end else V - 2):
+            return False
+        if any(s != V - 1 for s in chunk[end + 1:]):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ the slow oracle
+
+
+def rms(x, gain):
+    return x / torch.sqrt((x * x).sum() / len(x) + 1e-6) * gain
+
+
+def turn(x, t):
+    """Rotary positions for one head's vector at position t: one 2 x 2 rotation for each pair (i, i + d/2)."""
+    half, out = len(x) // 2, [None] * len(x)
+    for i in range(half):
+        angle = t * 10000.0 ** (-2 * i / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[i], out[i + half] = cos * x[i] - sin * x[i + half], sin * x[i] + cos * x[i + half]
+    return torch.stack(out)
+
+
+def attention(x, qkv, proj, H, G, reads, rotary):
+    """Over normed vectors; query heads in groups of H / G share a key and value head; place t reads `reads(t)`."""
+    d = len(proj) // H
+    wq, wk, wv = qkv.split((H * d, G * d, G * d))
+    place = turn if rotary else lambda v, t: v
+    q = [[place((wq @ v)[h * d:(h + 1) * d], t) for h in range(H)] for t, v in enumerate(x)]
+    k = [[place((wk @ v)[g * d:(g + 1) * d], t) for g in range(G)] for t, v in enumerate(x)]
+    out = []
+    for t in range(len(x)):
+        heads = []
+        for h in range(H):
+            g = h // (H // G)
+            weight = torch.exp(torch.stack([q[t][h] @ k[s][g] for s in reads(t)]) / math.sqrt(d))
+            weight = weight / weight.sum()
+            heads.append(sum(w * (wv @ x[s])[g * d:(g + 1) * d] for w, s in zip(weight, reads(t))))
+        out.append(proj @ torch.cat(heads))
+    return out
+
+
+def swiglu(x, fc, down):
+    gate, up = (fc @ x).chunk(2)
+    return down @ (gate / (1 + torch.exp(-gate)) * up)
+
+
+def transformer(x, layers, norm_f, H, G, reads, rotary):
+    """Pre-norm blocks, then the final norm, over a list of vectors. layers: (norm, qkv, proj, norm, fc, down) each."""
+    for norm_1, qkv, proj, norm_2, fc, down in layers:
+        x = [v + u for v, u in zip(x, attention([rms(v, norm_1) for v in x], qkv, proj, H, G, reads, rotary))]
+        x = [v + swiglu(rms(v, norm_2), fc, down) for v in x]
+    return [rms(v, norm_f) for v in x]
+
+
+def core(model, x):
+    """All layers, written out: layer i has the shared matrix plus its own low-rank product, where there is one."""
+    c, P = model.config, dict(model.named_parameters())
+    def weight(name, part, i):
+        module, own = name.split('.')[0], 0 if part == 'all' or part == c.share else i
+        w = P[f'{module}.{own}.{name.split(".", 1)[1]}.weight'] if '.' in name else P[f'{module}.{own}.weight']
+        adapter = f'adapters.{i}.{name.split(".")[-1]}'
+        return w + P[f'{adapter}.up.weight'] @ P[f'{adapter}.down.weight'] if f'{adapter}.up.weight' in P else w
+    block = 'all' if c.share == 'all' else 'own'
+    ffn = 'own' if c.share == 'none' else 'all'
+    layers = [(weight('attention.norm', block, i), weight('attention.qkv', block, i), weight('attention.proj', block, i),
+               weight('norm', block, i), weight('ffn.fc', ffn, i), weight('ffn.down', ffn, i)) for i in range(c.n_layer)]
+    return transformer(x, layers, model.norm_f.weight, c.n_head, c.n_kv_head, lambda t: range(t + 1), True)
+
+
+def small(part, x, reads):
+    """The byte encoder or decoder over the slots of one chunk."""
+    layers = [(a.norm.weight, a.qkv.weight, a.proj.weight, n.weight, f.fc.weight, f.down.weight)
+              for a, n, f in zip(part.attention, part.norm, part.ffn)]
+    H = part.attention[0].n_head
+    return transformer([v + p for v, p in zip(x, part.position)], layers, part.norm_f.weight, H, H, reads, False)
+
+
+def oracle(model, idx):
+    """-> logits (B, T, V)."""
+    c, wte = model.config, model.wte.weight
+    if not c.byte_limit:
+        return torch.stack([torch.stack([wte @ h for h in core(model, [wte[i] for i in row])]) for row in idx])
+    L, V, rows = c.byte_limit + 1, c.vocab_size, []
+    for row in idx.tolist():
+        T, vectors = len(row), [model.start]
+        for i in range(0, T - L + 1, L):                 # whole chunks
+            read = [s for s in row[i:i + L] if s != V - 1]
+            h = small(model.encoder, [wte[s] for s in read], lambda t: range(len(read)))
+            vectors.append(model.pool.weight @ (sum(h) / len(h)))
+        logits = []
+        for n, state in enumerate(core(model, vectors)):
+            known = row[n * L:(n + 1) * L]
+            x = [model.spread.weight @ state for _ in range(L if c.decoder == 'parallel' else min(L, len(known) + 1))]
+            if c.decoder == 'causal':
+                x = [v if j == 0 else v + wte[known[j - 1]] for j, v in enumerate(x)]
+            out = small(model.decoder, x, lambda t: range(L) if c.decoder == 'parallel' else range(t + 1))
+            for j in range(min(L, len(known) + 1)):
+                may = [*range(V - 3)] if j < L - 1 else []
+                may += [V - 3] if j > 0 else [V - 2]
+                logit = torch.full((V,), -math.inf, dtype=wte.dtype)
+                logits.append(logit.index_put((torch.tensor(may),), (wte @ out[j])[may]))
+        rows.append(torch.stack(logits[1:T + 1]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize('changes, T', [(s, 5) for s in SHARES] + [
+    (dict(decoder=d), T) for d in DECODERS for T in (12, 10, 2)] + [
+    (dict(decoder='causal', share='all', lora_rank=2, byte_limit=1, byte_layer=1), 6)], ids=str)
+def test_oracle(changes, T):
+    """Logits, loss and every gradient. For bytes, T ends at a chunk's end, inside the third, inside the first."""
+    model = make(**changes)
+    c = model.config
+    x = stream(2, T + 1, limit=c.byte_limit) if c.byte_limit else tokens(2, T + 1)
+    x, y = x[:, :-1], without_padding(x[:, 1:], c.vocab_size) if c.byte_limit else x[:, 1:]
+    logits = oracle(model, x)
+    kept = y.flatten() >= 0
+    loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
+    slow = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    fast, none, aux = model(x)
+    assert none is None and aux == {} and fast.shape == (2, T, c.vocab_size)
+    assert torch.equal(fast.isinf(), logits.isinf()) and torch.allclose(fast, logits, rtol=0, atol=1e-9)
+    none, fast_loss, aux = model(x, y)
+    assert none is None and aux == {} and abs(fast_loss - loss) < 1e-9
+    fast_loss.backward()
+    for (name, p), g in zip(model.named_parameters(), slow, strict=True):
+        if T >= c.byte_limit + 1:                        # nothing here is out of reach
+            assert g.abs().max() > 1e-7, name
+        g = torch.zeros_like(p) if g is None else g      # without a whole chunk nothing is encoded
+        assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, g, rtol=0, atol=1e-9), name
+
+
+# ------------------------------------------------------------------------------------------------ counts
+
+
+def test_sizes_of_the_paper():
+    """55.9M (SPEC); the byte-level parts have 90 to 95% fewer parameters than the table they replace (5.2), or less."""
+    with torch.device('meta'):
+        total, active = STLM(STLMConfig()).count_params()
+        model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
+    assert total == active and abs(total / 55.9e6 - 1) < 0.002
+    outer = ('wte', 'encoder', 'decoder', 'pool', 'spread', 'start')
+    parts = Counter()
+    for name, p in model.named_parameters():
+        parts[name.split('.')[0] in outer] += p.numel()
+    assert parts[True] < 0.1 * 50257 * 512 and round(100 - 100 * parts[True] / (50257 * 512)) == 96   # the docstring's
+    assert parts[False] == total - 50257 * 512           # the core is the baseline's
+
+
+@pytest.mark.parametrize('changes', [{}, *SHARES[1:]], ids=str)
+def test_params_by_hand(changes):
+    """A shared tensor stands in the state dict once, and is counted once; it is active in every layer."""
+    D, d, H, G, hidden, N = 16, 4, 4, changes.get('n_kv_head', 2), 8, 3
+    block, ffn = D + D * (H + 2 * G) * d + D * D + D, D * 2 * hidden + hidden * D       # attention, its norm, FFN's norm
+    share, r = changes.get('share'), changes.get('lora_rank', 0)
+    adapters = r * (D + 2 * hidden + hidden + D)
+    adapters += r * (D + (H + 2 * G) * d + D + D) if share == 'all' else 0
+    one = 37 * D + D + N * adapters                      # what no layer shares
+    total = one + (1 if share == 'all' else N) * block + (1 if share else N) * ffn
+    model = make(**changes)
+    assert model.count_params() == (total, one + N * (block + ffn))
+    keys = 2 + (1 if share == 'all' else N) * 4 + (1 if share else N) * 2
+    keys += N * 2 * (4 if share == 'all' else 2) if r else 0
+    state = model.state_dict()
+    assert len(state) == keys == len({t.untyped_storage().data_ptr() for t in state.values()})
+    assert state.keys() == dict(model.named_parameters()).keys()         # no buffers
+    assert sum(t.numel() for t in state.values()) == total
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    for share in ('none', 'all'):
+        model = STLM(STLMConfig(vocab_size=259, block_size=52, n_layer=4, n_embd=256, byte_limit=12, share=share,
+                                lora_rank=8 * (share == 'all')))
+        for name, p in model.named_parameters():
+            if 'norm' in name or '.up.' in name:
+                assert (p == ('norm' in name)).all(), name
+                continue
+            depth = 2 if name.startswith(('encoder', 'decoder')) else 4
+            writes = ('.proj.' in name or '.down.' in name) and 'adapters' not in name
+            std = 0.02 / math.sqrt(2 * depth) if writes else 0.02
+            std /= math.sqrt(p.size(1)) if name in ('pool.weight', 'spread.weight') else 1
+            assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
+    plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
+    adapted = STLM(STLMConfig(**SMALL, share='all', lora_rank=2))
+    adapted.load_state_dict(plain.state_dict(), strict=False)
+    assert torch.equal(plain(tokens())[0], adapted(tokens())[0])
+
+
+# ------------------------------------------------------------------------------------------------ probability
+
+
+@pytest.mark.parametrize('decoder', DECODERS)
+def test_probabilities_of_all_chunks_sum_to_one(decoder):
+    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs of them, after one chunk and two."""
+    model = make(decoder=decoder, vocab_size=6, byte_limit=2, block_size=12, scale=0.5)
+    chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3)), *([b, b2, 3] for b in range(3) for b2 in range(3))]
+    for context in ([1, 3, 5], [4, 5, 5, 2, 0, 3]):
+        for n in (1, 2):
+            rows = torch.tensor([context + sum(more, []) for more in itertools.product(chunks, repeat=n)])
+            x, y = rows[:, :-1], without_padding(rows[:, 1:], 6)
+            y[:, :len(context) - 1] = -1
+            prob = (-model(x, y, reduction='none')[1].sum(1)).exp()
+            assert len(prob) == 13 ** n and (prob > 0).all() and abs(prob.sum() - 1) < 1e-12
+            assert prob.max() > 2 * prob.min()
+            assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12         # at each position
+
+
+@pytest.mark.parametrize('decoder', DECODERS)
+def test_no_leak(decoder):
+    """logits[t] predicts symbol t + 1: it may depend on symbols 0..t, and never on what it predicts."""
+    model, x, L = make(decoder=decoder).eval(), stream(3, 16, seed=5), 4
+    full = model(x)[0].softmax(-1)
+    for p in range(16):
+        for row in range(3):
+            if x[row, p] >= 6:
+                continue
+            changed = x.clone()
+            changed[row, p] = (changed[row, p] + 1) % 6
+            difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[row]
+            assert difference[:p].sum() < 1e-12
+            end = (p // L + 1) * L - 1                   # from here on the chunk is whole and the core has read it
+            assert (difference[[t for t in range(end, 16) if (t + 1) % L != L - 1]] > 1e-9).all()
+            inside = difference[p:end][:L - 2 - p % L]   # up to the last slot, which can only be end-of-chunk
+            assert (inside > 1e-9).all() if decoder == 'causal' else (difference[p:end] < 1e-12).all()
+
+
+def test_padding_is_never_read():
+    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays finite."""
+    model = make(decoder='causal').eval()
+    x = torch.tensor([[0, 6, 8, 8, 1, 2, 6, 8, 7, 8, 8, 8]])
+    with torch.no_grad():
+        first = model(x)[0][:, [3, 4, 7, 8, 11]]         # the places that predict bytes
+        model.wte.weight[8] += 5                         # also the head's row, which has no probability
+        assert torch.allclose(model(x)[0][:, [3, 4, 7, 8, 11]], first, rtol=0, atol=1e-12)
+        nothing = torch.full((1, 16), 8)
+        assert not model(nothing)[0].isnan().any()
+
+
+# ------------------------------------------------------------------------------------------------ streams of chunks
+
+
+def texts():
+    """Random UTF-8 of all planes, and the cases that break tokenizers."""
+    dice = random.Random(3)
+    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f), (0, 0x20)]
+    rows = [''.join(chr(dice.randint(*dice.choice(planes))) for _ in range(dice.randint(1, 40))) for _ in range(60)]
+    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77, '<|endoftext|>', 'é']
+
+
+def bases():
+    words = Counter(w for text in texts() for w in prepare.PATTERN.findall(text))
+    bpe = prepare.rank_tokenizer(prepare.ranks_blob(prepare.train_bpe({w: 2 * n for w, n in words.items()}, 700)))
+    assert max(map(len, bpe.token_bytes)) > 24           # far over every limit here
+    return [prepare.choose_tokenizer('bytes'), bpe]
+
+
+@pytest.mark.parametrize('limit', [1, 3, 12])
+def test_nothing_is_lost(limit):
+    """Text -> symbols -> text; the symbols are whole chunks; the model gives each a probability."""
+    model = make(dtype=torch.float32, byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1)).eval()
+    for base in bases():
+        tokenizer, L = prepare.chunk_tokenizer(base, limit), limit + 1
+        symbols, docs = list(tokenizer.end), texts()
+        for text in docs:
+            ids = tokenizer.encode(text)
+            assert whole(ids, 259, limit) and tokenizer.decode(ids) == text
+            assert tokenizer.decode_bytes(ids) == text.encode() and (not text) == (not ids)
+            symbols += ids + tokenizer.end
+        assert whole(symbols, 259, limit) and tokenizer.decode(symbols) == ''.join(docs)
+        bin_, s = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), SimpleNamespace(batch_size=64, eval_tokens=None)
+        targets, starts = [], []
+        for x, y in val_batches(bin_, 4 * L, s, 258):
+            assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()     # windows begin where chunks do
+            targets += y[y >= 0].tolist()
+            starts += x[:, 0].tolist()
+            if len(targets) < 5000:
+                assert model(x, y, reduction='none')[1].isfinite().all()
+        assert targets == [t for t in symbols[1:] if t != 258]           # once each, all but the first of the stream
+        assert starts == symbols[:-1:4 * L]
+
+
+class Known(torch.nn.Module):
+    """A model whose log-probabilities are a function of the ids: (B, T) -> (B, T, V)."""
+
+    def __init__(self, log_prob):
+        super().__init__()
+        self.log_prob = log_prob
+
+    def forward(self, x, y, reduction):
+        nats = F.nll_loss(self.log_prob(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction=reduction)
+        return None, nats.view_as(y), {}
+
+
+def bits_per_byte(tokenizer, docs, log_prob, seq_len):
+    symbols = tokenizer.end + [s for text in docs for s in tokenizer.encode(text) + tokenizer.end]
+    batches = val_batches(as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), seq_len,
+                          SimpleNamespace(batch_size=2, eval_tokens=None), 258 if tokenizer.kind == 'chunks' else -1)
+    lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    got = train.score(Known(log_prob), batches, lengths, Machine('cpu', 'float32'))
+    return got['bits_per_byte'], symbols
+
+
+def test_bits_per_byte_of_a_uniform_model():
+    docs = texts()
+    n_bytes = len(''.join(docs).encode())
+    uniform = lambda V: lambda x: torch.full((*x.shape, V), -math.log(V))
+    for base in bases():
+        got, ids = bits_per_byte(base, docs, uniform(base.n_vocab), 20)
+        assert got == pytest.approx(math.log2(base.n_vocab) * (len(ids) - 1) / n_bytes, rel=1e-5)
+        for limit in (3, 12):
+            got, ids = bits_per_byte(prepare.chunk_tokenizer(base, limit), docs, uniform(259), 5 * (limit + 1))
+            scored = sum(s != 258 for s in ids) - 1
+            assert got == pytest.approx(math.log2(259) * scored / n_bytes, rel=1e-5)
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer():
+    """Texts of pairs over a and b: end with 1/8, else one of four pairs. As bytes, as pairs, as chunks that are pairs."""
+    dice = random.Random(0)
+    docs = [''.join(dice.choice(['aa', 'ab', 'ba', 'bb']) for _ in range(dice.randint(0, 9))) for _ in range(12)]
+    pairs = prepare.rank_tokenizer(prepare.ranks_blob([bytes([b]) for b in range(256)] + [b'aa', b'ab', b'ba', b'bb']))
+    pairs.encode = lambda text: [pairs.token_bytes.index(text[i:i + 2].encode()) for i in range(0, len(text), 2)]
+
+    def of_bytes(x):                                     # at even places of a text: end, a or b; at odd ones: a or b
+        out = torch.full((*x.shape, 257), -math.inf)
+        for row, ids in zip(out, x.tolist()):
+            for t in range(len(ids)):
+                since = next(n for n in range(t + 1) if ids[t - n] == 256)
+                for i in (97, 98):
+                    row[t, i] = math.log(7 / 16 if since % 2 == 0 else 1 / 2)
+                if since % 2 == 0:
+                    row[t, 256] = math.log(1 / 8)
+        return out
+
+    def of_pairs(x):
+        out = torch.full((*x.shape, pairs.n_vocab), -math.inf)
+        out[..., 256:260], out[..., pairs.eot] = math.log(7 / 32), math.log(1 / 8)
+        return out
+
+    def of_chunks(x):                                    # windows are aligned: slot t + 1 is predicted at place t
+        out = torch.full((*x.shape, 259), -math.inf)
+        out[:, 2::3, 97:99], out[:, 2::3, 257] = math.log(7 / 16), math.log(1 / 8)
+        out[:, 0::3, 97:99], out[:, 1::3, 256] = math.log(1 / 2), 0.0
+        return out
+
+    n = len(''.join(docs))
+    want = (n // 2 * math.log2(32 / 7) + 12 * math.log2(8)) / n
+    for tokenizer, log_prob, seq_len in ((prepare.choose_tokenizer('bytes'), of_bytes, 999), (pairs, of_pairs, 7),
+                                         (prepare.chunk_tokenizer(pairs, 2), of_chunks, 9)):
+        assert bits_per_byte(tokenizer, docs, log_prob, seq_len)[0] == pytest.approx(want, rel=1e-5), tokenizer.kind
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+def uncached(model, idx, n):
+    """The rule in plain words: read the whole window; when block_size tokens are in it, go on with the last half."""
+    window = idx[:, -model.config.block_size:]
+    for _ in range(n):
+        if window.size(1) > model.config.block_size:
+            window = idx[:, -(model.config.block_size // 2):]
+        new = model(window)[0][:, -1].argmax(-1, keepdim=True)
+        idx, window = torch.cat((idx, new), 1), torch.cat((window, new), 1)
+    return idx
+
+
+def uncached_chunks(model, idx, n):
+    """At most block_size // L - 1 whole chunks beside the one being written; if one more, half of block_size // L."""
+    L, V = model.config.byte_limit + 1, model.config.vocab_size
+    most = model.config.block_size // L
+    first = max(0, idx.size(1) // L - (most - 1))
+    for _ in range(n):
+        now = idx.size(1) // L
+        first = now - most // 2 if now - first > most - 1 else first
+        new = model(idx[:, first * L:])[0][:, -1].argmax(-1)
+        ended = [V - 3 in row or V - 2 in row for row in idx[:, now * L:].tolist()]
+        idx = torch.cat((idx, new.masked_fill(torch.tensor(ended), V - 1)[:, None]), 1)
+    return idx
+
+
+@pytest.mark.parametrize('changes', SHARES[:1] + SHARES[-1:], ids=str)
+@pytest.mark.parametrize('start', [1, 8, 13])
+def test_cached_generation_is_uncached(changes, start):
+    """Also far past the context length (8), and from prompts as long as it or longer."""
+    model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)
+    out = model.generate(x, 30, temperature=0)
+    assert torch.equal(out, uncached(model, x, 30)) and torch.equal(out[:, :start], x)
+    assert len(set(out[:, start:].flatten().tolist())) > 5               # not one token for ever
+
+
+@pytest.mark.parametrize('decoder, chunks', [('causal', 4), ('causal', 5), ('parallel', 2)])
+@pytest.mark.parametrize('start', [1, 3, 4, 8, 10, 16, 19, 37])
+def test_cached_chunks_are_uncached(decoder, chunks, start):
+    """Prompts inside the first chunk, at a chunk's end, inside one, and longer than the context; far past it."""
+    model, x = make(4, decoder=decoder, block_size=4 * chunks, scale=0.6).eval(), stream(4, start, seed=start + 3)
+    with torch.no_grad():
+        model.wte.weight[6] += 0.3 * model.wte.weight[0]
+    n = 4 * 12 - start % 4
+    out = model.generate(x, n, temperature=0)
+    assert torch.equal(out, uncached_chunks(model, x, n)) and torch.equal(out[:, :start], x)
+    assert all(whole(row, 9, 3) for row in out.tolist())                 # what has ended is filled up with padding
+    lengths = {tuple((out[:, i:i + 4] != 8).sum(1).tolist()) for i in range(0, out.size(1), 4)}
+    assert any(len(set(rows)) > 1 for rows in lengths)                   # rows whose chunks differ in length
+    alone = torch.cat([model.generate(row[None], n, temperature=0) for row in x])
+    assert torch.equal(out, alone)
+
+
+def test_sampling():
+    model, x = make(dtype=torch.float32).eval(), tokens(1, 4)
+    logits = model(x)[0][0, -1]
+    best = logits.topk(3).indices
+    torch.manual_seed(0)
+    drawn = model.generate(x.expand(4000, -1), 1, temperature=0.5, top_k=3)[:, -1]
+    want = (logits[best] / 0.5).softmax(-1)
+    assert torch.allclose(torch.stack([(drawn == i).float().mean() for i in best]), want, atol=0.03)
+    assert torch.equal(model.generate(x, 8, top_k=1), model.generate(x, 8, temperature=0))
+    assert model.generate(x, 3, top_k=1000).shape == (1, 7)              # more than the vocabulary: all of it
+
+
+@pytest.mark.parametrize('decoder', DECODERS)
+def test_sampled_chunks_decode(decoder):
+    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not UTF-8."""
+    torch.manual_seed(0)
+    model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
+    tokenizer = prepare.chunk_tokenizer(prepare.choose_tokenizer('bytes'), 3)
+    for top_k in (None, 50, 1000):
+        out = model.generate(torch.tensor([[257]] * 3), 4 * 40 - 1, top_k=top_k)
+        assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
+        assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
+    logits = model(torch.tensor([[257, 258, 258, 258]]))[0][0, -1]
+    drawn = model.generate(torch.tensor([[257, 258, 258, 258]]).expand(4000, -1), 1, temperature=0.02)[:, -1]
+    assert (torch.bincount(drawn, minlength=259) / 4000 - (logits / 0.02).softmax(-1)).abs().max() < 0.03
+
+
+# ------------------------------------------------------------------------------------------------ dropout
+
+
+def test_dropout_rate():
+    """So many are zero, the rest grow by 1 / (1 - p); the gradient goes the same way; p = 0 changes nothing."""
+    torch.manual_seed(0)
+    x = torch.ones(300, 400, requires_grad=True)
+    model = make(dtype=torch.float32, dropout=0)         # not even a rate that was a whole number
+    for p in (0.3, 0.0, 0.75):
+        model.set_dropout(p)
+        for layer in (stlm.Dropout(p), model.dropout):
+            y = layer(x)
+            assert abs((y == 0).float().mean() - p) < 0.01 and torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
+            assert layer.eval()(x) is x
+            layer.train()
+    assert 'dropout.p' not in model.state_dict() and not any('dropout' in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
+def test_dropout_places(changes, monkeypatch):
+    """On the embedding, attention and both branches of the core; on attention no longer once there is a schedule."""
+    model, seen, real = make(dropout=0.5, **changes), [], F.scaled_dot_product_attention
+    N, x = model.config.n_layer, inputs(model, 8)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *a, dropout_p=0, **k:
+                        seen.append(dropout_p) or real(*a, dropout_p=dropout_p, **k))
+    model.dropout.register_forward_hook(lambda m, args, out: seen.append('drawn' if out is not args[0] else 'same'))
+    around = [0] * model.config.byte_layer if model.config.byte_limit else []       # encoder and decoder have none
+    assert not torch.equal(model(x)[0], model(x)[0])
+    assert seen == 2 * (around + ['drawn'] + [0.5, 'drawn', 'drawn'] * N + around)
+    model.set_dropout(0.5)
+    seen.clear()
+    assert not torch.equal(model(x)[0], model(x)[0])
+    assert seen == 2 * (around + ['drawn'] + [0, 'drawn', 'drawn'] * N + around)
+    model.set_dropout(0.0)
+    exact = model(x)[0]
+    model.eval()
+    for p in (0.0, 0.5):
+        model.set_dropout(p)
+        seen.clear()
+        state = torch.get_rng_state()
+        assert torch.equal(model(x)[0], exact)           # also: a rate of 0 in training
+        assert seen == around + ['same'] + [0, 'same', 'same'] * N + around
+        model.features(x), model.routes(x), model.generate(x, 3, temperature=0)
+        assert torch.equal(state, torch.get_rng_state())
+    seen.clear()
+    make(**changes)(x)
+    assert 0.5 not in seen
+
+
+@pytest.mark.parametrize('changes', [dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
+def test_a_schedule_compiles_once_and_in_one_graph(changes):
+    """As train.py does it: set_dropout before compiling, then another rate at every step."""
+    model, graphs = make(dtype=torch.float32, dropout=0.1, **changes), []
+    x = inputs(model, 16)
+    exact = model.eval()(x, x.clamp(max=5))[1] if not model.config.byte_limit else None
+    model.train().set_dropout(0.0)
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
+    exact = model(x, y)[1]
+    for p in (0.0, 0.5, 0.9, 0.1, 0.0):
+        model.set_dropout(p)
+        losses = torch.stack([compiled(x, y)[1] for _ in range(3)])
+        assert torch.allclose(losses, exact, atol=1e-5) if p == 0 else losses.std() > 1e-4
+    called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
+    assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'} and 'view' in called
+
+
+# ------------------------------------------------------------------------------------------------ protocol
+
+
+MODELS = [SHARES[0], SHARES[-1], dict(decoder='causal'), dict(decoder='parallel', share='ffn')]
+
+
+@pytest.mark.parametrize('changes', MODELS[:2], ids=str)
+def test_causal_and_cache_in_pieces(changes):
+    model, x = make(**changes).eval(), tokens(3, 16)
+    full = model(x)[0]
+    for t in (5, 15):
+        changed = x.clone()
+        changed[:, t] = (changed[:, t] + 1) % 37
+        difference = (model(changed)[0] - full).abs().amax((0, 2))
+        assert difference[:t].sum() < 1e-12 and (difference[t:] > 1e-6).all()
+    cache = []
+    pieces = [model(part, cache=cache)[0] for part in x.split([5, 1, 7, 3], dim=1)]
+    assert torch.allclose(full, torch.cat(pieces, 1), rtol=0, atol=1e-12)
+    assert len(cache) == 3 and cache[1][0].shape == (3, changes.get('n_kv_head', 2), 16, 4)
+    with pytest.raises(ValueError, match='block_size'):
+        model(x[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize('changes', MODELS, ids=str)
+def test_batches_prefixes_features_and_round_trip(changes):
+    """Rows do not see each other, nor a prefix what comes; features are the states that the head or decoder reads."""
+    model = make(**changes).eval()
+    x = inputs(model, 16, 3)
+    full, (states, aux) = model(x)[0], model.features(x)
+    assert torch.allclose(full, torch.cat([model(row[None])[0] for row in x]), rtol=0, atol=1e-12)
+    assert states.shape == (3, 16, 16) and aux == {} and model.routes(x) == {}
+    for T in range(1, 16):
+        assert torch.allclose(model(x[:, :T])[0], full[:, :T], rtol=0, atol=1e-12)
+        assert torch.allclose(model.features(x[:, :T])[0], states[:, :T], rtol=0, atol=1e-12)
+    if model.config.byte_limit:
+        assert all(torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % 4 != 0) for t in range(1, 16))
+        for cache in ([], [(torch.zeros(3, 2, 1, 4),) * 2] * 2):
+            for call in (model, model.features):
+                with pytest.raises(ValueError, match='cache'):
+                    call(x[:, :4], cache=cache)
+    else:
+        assert torch.allclose(F.linear(states, model.wte.weight), full, rtol=0, atol=1e-12)
+    for call in (model, model.features):
+        with pytest.raises(ValueError, match='block_size'):
+            call(torch.cat((x, x[:, :1]), 1))
+    again = STLM(STLMConfig(**asdict(model.config))).double().eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x)[0], full) and stlm.Config is STLMConfig and stlm.Model is STLM
+
+
+@pytest.mark.parametrize('changes', [{}, dict(decoder='causal')], ids=str)
+def test_reduction_and_ignored_targets(changes):
+    model = make(**changes)
+    x = inputs(model, 13)
+    x, y = x[:, :-1], x[:, 1:].clone()
+    y = without_padding(y, 9) if changes else y
+    y[:, ::5] = -1
+    each = model(x, y, reduction='none')[1]
+    want = -model(x)[0].log_softmax(-1).gather(2, y.clamp(min=0)[:, :, None])[:, :, 0]
+    assert each.shape == y.shape and torch.equal(each == 0, y < 0)
+    assert torch.allclose(each[y >= 0], want[y >= 0], rtol=0, atol=1e-12)
+    assert abs(model(x, y)[1] - each[y >= 0].mean()) < 1e-12
+
+
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
+@pytest.mark.parametrize('changes', MODELS, ids=str)
+def test_bfloat16_autocast(changes):
+    """Trains in bfloat16, but the residual streams stay in float32, in the core and inside chunks."""
+    model, streams = make(dtype=torch.float32, dropout=0.1, **changes), []
+    x = inputs(model, 16)
+    y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.roll(-1, 1)
+    y = y.masked_fill(torch.arange(16) == 15, -1)
+    exact = model.eval()(x, y)[1]
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]      # each reads the stream
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda m, args: streams.append(args[0].dtype))
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(x, y)[1]
+        assert 0 < abs(loss - exact) < 0.03 * exact and loss.dtype == torch.float32
+        model.train()(x, y)[1].backward()
+        model.eval().generate(x[:, :6], 20, top_k=3)
+    assert len(streams) >= 2 * len(norms) and {*streams} == {torch.float32}
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('wrong', [
+    *({name: 0} for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_hidden')),
+    dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3), dict(n_kv_head=8), dict(share='norm'),
+    dict(decoder='both'), dict(dropout=1.0), dict(dropout=-0.1), dict(lora_rank=2), dict(share='ffn', lora_rank=-1),
+    dict(byte_limit=-1), dict(byte_limit=4), dict(byte_limit=15), dict(byte_limit=3, vocab_size=3), dict(byte_layer=0),
+    dict(byte_embd=10, byte_head=2), dict(byte_head=0), dict(byte_embd=0), dict(byte_limit=31)], ids=str)
+def test_config_errors(wrong):
+    STLMConfig(**SMALL), STLMConfig(**{**SMALL, **BYTES})
+    with pytest.raises(ValueError):
+        STLMConfig(**{**SMALL, **wrong})
