@@ -69,7 +69,9 @@ def main():
         ids.pop()                                        # chunks of bytes: the model may go on with the last one
     prompt, limit = torch.tensor([ids], device=device), model.config.block_size
     if args.next is not None:
-        show_next(model, tokenizer, prompt[:, -limit:], max(1, args.next))
+        slots = len(tokenizer.end)                       # of a chunk of bytes; a token is one
+        over = -(-max(0, len(ids) - limit) // slots) * slots
+        show_next(model, tokenizer, prompt[:, over:], max(1, args.next))
         return
     torch.manual_seed(args.seed)
     for n in range(args.num):

@@ -1,5 +1,5 @@
 """
-Super Tiny Language Models (Hillier, Guertler et al. 2024, "Super Tiny Language Models").
+Super Tiny Language Models (Guertler, Hillier et al. 2024, "Super Tiny Language Models").
 
 A modern 56M-parameter Transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings), and
 two ways to make it smaller:
@@ -13,20 +13,22 @@ two ways to make it smaller:
 - Shared weights (5.1). One FFN for all layers (`share='ffn'`, as MobiLlama), or one whole block for all (`'all'`, as
   ALBERT), each optionally with a low-rank adapter of its own in every layer (`lora_rank`).
 
-What to look at first: `STLM.core` and `STLM.spell`, which together are the byte-level model.
+What to look at first: `STLM.encode`, `STLM.core` and `STLM.spell`, which together are the byte-level model.
 
 To the outside a byte-level model is a model of symbols: the bytes, then end-of-chunk, end-of-text and padding (the last
 three of the vocabulary). Every chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding; end-of-text is a
-chunk by itself. `prepare.py --chunks` writes such streams. logits[t] is the distribution of symbol t+1; targets that
-are padding are ignored. What cannot come gets no probability: a chunk begins with a byte or end-of-text, goes on with
-bytes or end-of-chunk, and ends after byte_limit bytes. So the probabilities of all chunks sum to 1.
+chunk by itself. `prepare.py --chunks` writes such streams. logits[t] is the distribution of symbol t+1; padding is no
+target (loader.py makes it -1). What cannot come gets no probability: a chunk begins with a byte or end-of-text, goes on
+with bytes or end-of-chunk, and ends after byte_limit bytes. So the probabilities of all chunks sum to 1.
 
 Departures from the paper, and gaps it leaves:
 - It decodes all bytes of a chunk at once from the core's vector (`decoder='parallel'`): given that vector, the bytes
   are independent. By default each byte also sees the earlier ones of its chunk (`causal`), a better probability model.
 - It names no widths but "64 for example" for bytes. Ours is 128, and the parts that replace embedding and head still
   have 96% fewer parameters. They are LLaMA blocks as in the core, without dropout, with learned positions in a chunk.
-- The core starts with a learned vector, from which the first chunk of a window is predicted.
+- The core starts with a learned vector, from which the rest of a window's first chunk is predicted, and the first chunk
+  of a text that has no beginning. The mean over a chunk includes its end-of-chunk; encoder, decoder and head have one
+  table of symbols in common.
 - Table 1 gives no number of key and value heads; 4 makes the parameters 55.9M.
 
 Dimension letters: B batch, T sequence (tokens or symbols), C chunks, L slots of a chunk, D width, H heads,
@@ -50,7 +52,7 @@ class STLMConfig:
     n_kv_head: int = 4                # key and value heads, each shared by n_head / n_kv_head query heads
     n_embd: int = 512                 # width
     ffn_hidden: int = 1536            # hidden width of SwiGLU
-    dropout: float = 0.1              # on embeddings, attention and both residual branches; train.py can schedule it
+    dropout: float = 0.1              # on embeddings, attention, both residual branches; not on attention if scheduled
     share: str = 'none'               # weights that all layers have in common: none | ffn | all
     lora_rank: int = 0                # with share: rank of each layer's own adapters beside shared maps; 0: none
     byte_limit: int = 0               # 0: a model of tokens; else byte-level: the most bytes in a chunk
@@ -91,7 +93,7 @@ class Dropout(nn.Module):
 
     def __init__(self, p):
         super().__init__()
-        self.register_buffer('p', torch.tensor(p), persistent=False)
+        self.register_buffer('p', torch.tensor(float(p)), persistent=False)
         self.attention = p                               # a plain number: SDPA takes no tensor; 0 under a schedule
         self.on = p > 0
 
@@ -245,17 +247,22 @@ class STLM(nn.Module):
         return allowed
 
     def init_weights(self):
-        """Matrices from N(0, 0.02), smaller where they write to a residual stream; adapters start at zero. What pool
-        and spread carry from one width to another enters the stream with the size of an embedding, too."""
+        """Matrices from N(0, 0.02), smaller where they write to the residual stream; adapters start at zero. 0.02 is
+        made for wide models: the byte parts are narrow and get 1/sqrt(width), without which they learn far more slowly
+        (docs/stlm.md). What pool and spread carry over enters the other stream with the size of its embeddings."""
+        c, narrow = self.config, 1 / math.sqrt(self.config.byte_embd)
         for name, p in self.named_parameters():
-            depth = self.config.byte_layer if name.startswith(('encoder', 'decoder')) else self.config.n_layer
-            if name.startswith('adapters') and '.up.' in name:
-                nn.init.zeros_(p)
-            elif name in ('pool.weight', 'spread.weight'):
-                nn.init.normal_(p, std=0.02 / math.sqrt(p.size(1)))
-            elif 'norm' not in name:                     # norms are ones already
-                writes = ('.proj.' in name or '.down.' in name) and not name.startswith('adapters')
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if writes else 0.02)
+            if 'norm' in name:
+                continue                                 # ones already
+            in_bytes = c.byte_limit and name.startswith(('wte', 'encoder', 'decoder'))
+            std = 1 / math.sqrt(p.size(-1)) if in_bytes else 0.02
+            if name in ('pool.weight', 'spread.weight'):
+                std = (0.02 if name == 'pool.weight' else narrow) / math.sqrt(p.size(-1))
+            if name.startswith('adapters'):
+                std = 0.0 if '.up.' in name else 0.02
+            elif '.proj.' in name or '.down.' in name:
+                std /= math.sqrt(2 * (c.byte_layer if in_bytes else c.n_layer))
+            nn.init.normal_(p, std=std)
 
     def set_dropout(self, p):
         """Called by train.py at every step of a schedule. Attention's own dropout is off then."""
@@ -275,20 +282,24 @@ class STLM(nn.Module):
 
     # byte-level
 
-    def core(self, chunks, cache=None):
-        """(B, C, L) symbols of whole chunks -> (B, C + 1, D): state c has read the chunks before c. With a cache that
-        holds earlier chunks (and the start), (B, C, D)."""
+    def encode(self, chunks):
+        """(B, C, L) symbols -> one vector per chunk, (B, C, D): the mean of what the encoder makes of its symbols."""
         B, C, L = chunks.shape
         slots = chunks.reshape(B * C, L)
         visible = slots != self.config.vocab_size - 1                           # all but padding
         visible = visible | (torch.arange(L, device=slots.device) == 0)         # a chunk of padding alone is finite
         h = self.encoder(self.wte(slots), visible[:, None, None])               # (B * C, L, d)
-        h = (h * visible[:, :, None]).sum(1) / visible.sum(1, keepdim=True)     # the masked mean
-        x = self.pool(h).type_as(h).view(B, C, self.config.n_embd)              # the stream stays in its own precision
+        h = (h * visible[:, :, None]).sum(1) / visible.sum(1, keepdim=True)
+        return self.pool(h).type_as(h).view(B, C, -1)                           # the stream stays in its own precision
+
+    def core(self, chunks, cache=None):
+        """(B, C, L) symbols of whole chunks -> (B, C + 1, D): state c has read the chunks before c. With a cache that
+        holds earlier chunks (and the start), (B, C, D)."""
         past = cache[0][0].size(2) if cache else 0
-        if not past:
-            x = torch.cat((self.start.expand(B, 1, -1), x), 1)
-        return self.layers(x, past, cache)
+        x = [] if past else [self.start.expand(len(chunks), 1, -1)]
+        if chunks.size(1):
+            x.append(self.encode(chunks))
+        return self.layers(torch.cat(x, 1), past, cache)
 
     def spell(self, states, chunks):
         """(B, C, D) states and the (B, C, L) chunks they predict -> logits (B, C, L, V). Slot j reads the state and, if
@@ -313,7 +324,7 @@ class STLM(nn.Module):
 
     def features(self, idx, cache=None):
         """(B, T) ids -> final-norm states (B, T, D). Byte-level: at each symbol, the state that has read every chunk
-        which is whole by then."""
+        which is whole by then, its last slot of padding included."""
         past = cache[0][0].size(2) if cache else 0
         if past + idx.size(1) > self.config.block_size:
             raise ValueError(f'{past + idx.size(1)} tokens are more than the block_size of {self.config.block_size}')

@@ -349,8 +349,8 @@ class Trainer:
         except ValueError as e:
             raise UserError(f'{self.s.model}: {e}') from None
         self.model.train()
-        if self.s.dropout_schedule != 'constant' and not hasattr(self.model, 'set_dropout'):
-            raise UserError(f'dropout_schedule: {self.s.model} has no set_dropout')
+        if self.s.dropout_schedule != 'constant' and not (hasattr(self.model, 'set_dropout') and self.model.config.dropout):
+            raise UserError('dropout_schedule needs a model that has set_dropout, and a dropout of more than 0')
         for name in self.s.aux_weights:
             if name not in aux:
                 raise UserError(f"aux_weights names '{name}', but {self.s.model} returns "
@@ -553,7 +553,7 @@ def main():
     s, module, model_keys = read_settings(sys.argv[1:])
     machine = Machine(s.device, s.dtype)
     say = tqdm.write if machine.rank == 0 else lambda text: None
-    ckpt = None
+    ckpt = report = None
     if (s.max_iters != 0 or s.surgery) and any(Path(s.out_dir).glob('ckpt*.pt')) and not s.overwrite:
         if not s.resume:
             raise UserError(f'{s.out_dir} holds a run already: add --resume to go on with it, '
@@ -568,11 +568,11 @@ def main():
         say(f'data      {e}')                            # the model's size can be told without data
         return
     vocab = corpus.tokenizer.n_vocab
-    if not (ckpt or s.init_from) and model_keys.setdefault('vocab_size', vocab) < vocab:
-        raise UserError(f"vocab_size is {model_keys['vocab_size']}, but the tokenizer of {corpus.folder} has {vocab} entries")
+    size = vocab if ckpt or s.init_from else model_keys.setdefault('vocab_size', vocab)
+    if size < vocab or corpus.align > 1 and size != vocab:       # symbols of bytes are counted from the end
+        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries')
 
     torch.manual_seed(s.seed)
-    report = None
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine, say)
         model = build(ckpt)

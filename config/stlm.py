@@ -1,5 +1,5 @@
 """The Super Tiny baseline on the toy stories: a modern Transformer of tokens. --share=ffn or --share=all, with or without
---lora_rank=8, share its weights between layers; --dropout_schedule=early (late, linear, triangle) moves its dropout."""
+--lora_rank=8, share its weights between layers; --dropout=0.1 --dropout_schedule=early (late, linear, triangle)."""
 model = 'stlm'
 data = 'toy_stories'
 

@@ -42,6 +42,15 @@ def test_routes(run, trained):
             assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
 
 
+def test_a_prompt_inside_a_chunk_of_bytes(run, smoke):
+    """The last chunk of the prompt is left open: the model may end it or go on with it."""
+    folder = smoke('config/stlm_bytes.py')
+    text = run('sample.py', folder, '--prompt', 'Once upon a ti', '--max_new_tokens', 40, '--device', 'cpu').stdout
+    assert text.startswith('Once upon a ti') and len(text) > 16
+    lines = run('sample.py', folder, '--prompt', 'Once upon a ti', '--next', 257, '--device', 'cpu').stdout
+    assert '<end>' in lines and '<eot>' not in lines.splitlines()[0]
+
+
 def test_mistakes(run, trained, tmp_path):
     done = run('sample.py', tmp_path / 'nothing', code=2)
     assert done.stderr.startswith('sample.py: ') and done.stderr.count('\n') == 1

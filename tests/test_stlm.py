@@ -126,16 +126,14 @@ def transformer(x, layers, norm_f, H, G, reads, rotary):
 
 def core(model, x):
     """All layers, written out: layer i has the shared matrix plus its own low-rank product, where there is one."""
-    c, P = model.config, dict(model.named_parameters())
-    def weight(name, part, i):
-        module, own = name.split('.')[0], 0 if part == 'all' or part == c.share else i
-        w = P[f'{module}.{own}.{name.split(".", 1)[1]}.weight'] if '.' in name else P[f'{module}.{own}.weight']
-        adapter = f'adapters.{i}.{name.split(".")[-1]}'
-        return w + P[f'{adapter}.up.weight'] @ P[f'{adapter}.down.weight'] if f'{adapter}.up.weight' in P else w
-    block = 'all' if c.share == 'all' else 'own'
-    ffn = 'own' if c.share == 'none' else 'all'
-    layers = [(weight('attention.norm', block, i), weight('attention.qkv', block, i), weight('attention.proj', block, i),
-               weight('norm', block, i), weight('ffn.fc', ffn, i), weight('ffn.down', ffn, i)) for i in range(c.n_layer)]
+    c, layers = model.config, []
+    for i in range(c.n_layer):
+        one, own = 0 if c.share == 'all' else i, model.adapters[i] if c.lora_rank else {}
+        a, f = model.attention[one], model.ffn[i if c.share == 'none' else 0]
+        qkv, proj, fc, down = (linear.weight + own[name].up.weight @ own[name].down.weight if name in own else
+                               linear.weight for name, linear in
+                               (('qkv', a.qkv), ('proj', a.proj), ('fc', f.fc), ('down', f.down)))
+        layers.append((a.norm.weight, qkv, proj, model.norm[one].weight, fc, down))
     return transformer(x, layers, model.norm_f.weight, c.n_head, c.n_kv_head, lambda t: range(t + 1), True)
 
 
@@ -222,7 +220,7 @@ def test_sizes_of_the_paper():
 def test_params_by_hand(changes):
     """A shared tensor stands in the state dict once, and is counted once; it is active in every layer."""
     D, d, H, G, hidden, N = 16, 4, 4, changes.get('n_kv_head', 2), 8, 3
-    block, ffn = D + D * (H + 2 * G) * d + D * D + D, D * 2 * hidden + hidden * D       # attention, its norm, FFN's norm
+    block, ffn = D + D * (H + 2 * G) * d + D * D + D, D * 2 * hidden + hidden * D       # block: norms and attention
     share, r = changes.get('share'), changes.get('lora_rank', 0)
     adapters = r * (D + 2 * hidden + hidden + D)
     adapters += r * (D + (H + 2 * G) * d + D + D) if share == 'all' else 0
@@ -247,10 +245,10 @@ def test_initialisation():
             if 'norm' in name or '.up.' in name:
                 assert (p == ('norm' in name)).all(), name
                 continue
-            depth = 2 if name.startswith(('encoder', 'decoder')) else 4
+            narrow = name.startswith(('wte', 'encoder', 'decoder'))
             writes = ('.proj.' in name or '.down.' in name) and 'adapters' not in name
-            std = 0.02 / math.sqrt(2 * depth) if writes else 0.02
-            std /= math.sqrt(p.size(1)) if name in ('pool.weight', 'spread.weight') else 1
+            std = (p.size(-1) ** -0.5 if narrow else 0.02) / (math.sqrt(2 * (2 if narrow else 4)) if writes else 1)
+            std = {'pool.weight': 0.02 / 128 ** 0.5, 'spread.weight': 1 / math.sqrt(128 * 256)}.get(name, std)
             assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
     plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
     adapted = STLM(STLMConfig(**SMALL, share='all', lora_rank=2))
@@ -316,7 +314,8 @@ def texts():
     dice = random.Random(3)
     planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f), (0, 0x20)]
     rows = [''.join(chr(dice.randint(*dice.choice(planes))) for _ in range(dice.randint(1, 40))) for _ in range(60)]
-    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77, '<|endoftext|>', 'é']
+    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77,
+                   '<|endoftext|>', 'é']
 
 
 def bases():
@@ -386,7 +385,7 @@ def test_bits_per_byte_of_a_uniform_model():
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: end with 1/8, else one of four pairs. As bytes, as pairs, as chunks that are pairs."""
+    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs, as chunks of two."""
     dice = random.Random(0)
     docs = [''.join(dice.choice(['aa', 'ab', 'ba', 'bb']) for _ in range(dice.randint(0, 9))) for _ in range(12)]
     pairs = prepare.rank_tokenizer(prepare.ranks_blob([bytes([b]) for b in range(256)] + [b'aa', b'ab', b'ba', b'bb']))
@@ -460,20 +459,20 @@ def test_cached_generation_is_uncached(changes, start):
 
 
 @pytest.mark.parametrize('decoder, chunks', [('causal', 4), ('causal', 5), ('parallel', 2)])
-@pytest.mark.parametrize('start', [1, 3, 4, 8, 10, 16, 19, 37])
+@pytest.mark.parametrize('start', [1, 4, 10, 16, 19, 37])
 def test_cached_chunks_are_uncached(decoder, chunks, start):
     """Prompts inside the first chunk, at a chunk's end, inside one, and longer than the context; far past it."""
     model, x = make(4, decoder=decoder, block_size=4 * chunks, scale=0.6).eval(), stream(4, start, seed=start + 3)
     with torch.no_grad():
-        model.wte.weight[6] += 0.3 * model.wte.weight[0]
-    n = 4 * 12 - start % 4
+        model.wte.weight[6] += 0.3 * model.wte.weight[0]                 # so that chunks end
+    n = 4 * 8 - start % 4
     out = model.generate(x, n, temperature=0)
     assert torch.equal(out, uncached_chunks(model, x, n)) and torch.equal(out[:, :start], x)
     assert all(whole(row, 9, 3) for row in out.tolist())                 # what has ended is filled up with padding
     lengths = {tuple((out[:, i:i + 4] != 8).sum(1).tolist()) for i in range(0, out.size(1), 4)}
     assert any(len(set(rows)) > 1 for rows in lengths)                   # rows whose chunks differ in length
-    alone = torch.cat([model.generate(row[None], n, temperature=0) for row in x])
-    assert torch.equal(out, alone)
+    if start == 10:
+        assert torch.equal(out, torch.cat([model.generate(row[None], n, temperature=0) for row in x]))
 
 
 def test_sampling():
@@ -495,7 +494,7 @@ def test_sampled_chunks_decode(decoder):
     model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
     tokenizer = prepare.chunk_tokenizer(prepare.choose_tokenizer('bytes'), 3)
     for top_k in (None, 50, 1000):
-        out = model.generate(torch.tensor([[257]] * 3), 4 * 40 - 1, top_k=top_k)
+        out = model.generate(torch.tensor([[257]] * 3), 4 * 20 - 1, top_k=top_k)
         assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
         assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
     logits = model(torch.tensor([[257, 258, 258, 258]]))[0][0, -1]
@@ -533,7 +532,10 @@ def test_dropout_places(changes, monkeypatch):
     around = [0] * model.config.byte_layer if model.config.byte_limit else []       # encoder and decoder have none
     assert not torch.equal(model(x)[0], model(x)[0])
     assert seen == 2 * (around + ['drawn'] + [0.5, 'drawn', 'drawn'] * N + around)
-    model.set_dropout(0.5)
+    seen.clear()
+    model.eval()(x)
+    assert seen == around + ['same'] + [0, 'same', 'same'] * N + around
+    model.train().set_dropout(0.5)
     seen.clear()
     assert not torch.equal(model(x)[0], model(x)[0])
     assert seen == 2 * (around + ['drawn'] + [0, 'drawn', 'drawn'] * N + around)
@@ -557,9 +559,8 @@ def test_dropout_places(changes, monkeypatch):
 def test_a_schedule_compiles_once_and_in_one_graph(changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model, graphs = make(dtype=torch.float32, dropout=0.1, **changes), []
-    x = inputs(model, 16)
-    exact = model.eval()(x, x.clamp(max=5))[1] if not model.config.byte_limit else None
-    model.train().set_dropout(0.0)
+    x, place = inputs(model, 16), model.dropout.p.data_ptr()             # where a captured graph would look
+    model.set_dropout(0.0)
     compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
     y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
     exact = model(x, y)[1]
@@ -567,6 +568,7 @@ def test_a_schedule_compiles_once_and_in_one_graph(changes):
         model.set_dropout(p)
         losses = torch.stack([compiled(x, y)[1] for _ in range(3)])
         assert torch.allclose(losses, exact, atol=1e-5) if p == 0 else losses.std() > 1e-4
+        assert model.dropout.p.data_ptr() == place
     called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
     assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'} and 'view' in called
 

@@ -94,6 +94,29 @@ def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
     assert a[1] == b[1] and a[3] != b[3]                 # the logged loss is the cross-entropy alone
 
 
+def test_dropout_schedules(run, data_dir, tmp_path):
+    rates = {name: [round(train.dropout_rate(it, train.Settings(dropout_schedule=name, dropout_phase=0.25), 8, 0.2), 4)
+                    for it in range(8)] for name in ('constant', 'early', 'late', 'linear', 'triangle')}
+    assert rates == dict(constant=[0.2] * 8, early=[0.2] * 2 + [0.0] * 6, late=[0.0] * 2 + [0.2] * 6,
+                         linear=[0.2, 0.175, 0.15, 0.125, 0.1, 0.075, 0.05, 0.025],
+                         triangle=[0.0, 0.05, 0.1, 0.15, 0.2, 0.15, 0.1, 0.05])
+    args = ['config/stlm.py', f'--data_dir={data_dir}', '--dropout=0.2', '--dropout_schedule=triangle', '--batch_size=1',
+            '--log_interval=1', '--save_interval=3', '--eval_tokens=64', '--sample_tokens=1']
+    run('train.py', *args, '--max_iters=8', f'--out_dir={tmp_path}/whole')
+    log = [r for r in read_log(tmp_path / 'whole') if 'loss' in r]
+    assert [round(r['dropout'], 4) for r in log] == rates['triangle']
+    ckpt = tmp_path / 'half' / 'ckpt.pt'                 # and a resumed run drops what an uninterrupted one drops
+    ckpt.parent.mkdir()
+    killer = (f"import sys, train; sys.argv = ['train.py', *{args!r}, '--max_iters=8', '--out_dir={tmp_path}/half']\n"
+              "save = train.Trainer.save\n"
+              "def once(self, *a, **k):\n    save(self, *a, **k)\n    sys.exit(0)\n"
+              "train.Trainer.save = once\ntrain.main()")
+    subprocess.run([sys.executable, '-c', killer], cwd=ROOT, check=True, capture_output=True,
+                   env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
+    run('train.py', *args, '--max_iters=8', f'--out_dir={tmp_path}/half', '--resume')
+    assert losses(tmp_path / 'half') == losses(tmp_path / 'whole')
+
+
 def test_checkpoints_by_words(tiny, tmp_path):
     tiny('--max_iters=12', '--checkpoint_words=[100, 200, 1e3]')
     kept = sorted(p.name for p in (tmp_path / 'run').glob('ckpt_*'))
@@ -303,6 +326,9 @@ def one_line(done):
     (['--n_embd=8.5'], ['n_embd', 'int']),
     (['--dropout=True'], ['dropout', 'float']),
     (['--data=nothing'], ['nothing', 'python prepare.py']),
+    (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'the model reads tokens']),
+    (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
+    (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, triangle']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
     (['--vocab_size=100'], ['vocab_size', '100']),
     (['--model=nothing'], ['nothing.py', 'moep']),
