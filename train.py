@@ -440,8 +440,7 @@ class Trainer:
         self.open_folder(ckpt)
         if report:
             self.log(surgery=report)
-        scheduled = s.dropout_schedule != 'constant'
-        if scheduled:
+        if s.dropout_schedule != 'constant':
             self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
         model = self.wrap()
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
@@ -468,8 +467,9 @@ class Trainer:
                 sys.exit(128 + (self.caught or [signal.SIGTERM])[0])
 
             lr, also = learning_rate(self.it, s, self.max_iters), {}
-            if scheduled:
+            if hasattr(self.model, 'set_dropout'):
                 also['dropout'] = dropout_rate(self.it, s, self.max_iters, self.model.config.dropout)
+            if s.dropout_schedule != 'constant':
                 self.model.set_dropout(also['dropout'])
             mean, norm = train_step(model, self.optimizer, data, self.memory, s, machine, lr)
             self.it, tokens = self.it + 1, tokens + data.rows * data.T

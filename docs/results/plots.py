@@ -46,8 +46,19 @@ def selfmoe():
     return figure
 
 
+def stlm():
+    """The dropout rate of each schedule, as the log has it."""
+    runs = json.loads((HERE / 'stlm.json').read_text())['dropout']
+    figure, axis = plt.subplots(figsize=(6, 3.2))
+    for name, points in runs.items():
+        axis.plot(*zip(*points), label=name, **(dict(ls=':', lw=4) if name == 'constant' else {}))
+    axis.set(xlabel='step of 200', ylabel='dropout')
+    axis.legend(loc='center left', bbox_to_anchor=(1, 0.5))
+    return figure
+
+
 if __name__ == '__main__':
-    for draw in (papaformer, selfmoe):
+    for draw in (papaformer, selfmoe, stlm):
         if (HERE / f'{draw.__name__}.json').exists():
             figure = draw()
             figure.tight_layout()
