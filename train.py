@@ -195,7 +195,8 @@ def read_checkpoint(path):
     path = Path(path)
     file = path / 'ckpt.pt' if path.suffix != '.pt' else path
     if not file.exists():
-        raise UserError(f'there is no checkpoint {file}; train one first: python train.py config/moep.py')
+        name = file.parent.as_posix().removeprefix('out/')
+        raise UserError(f'there is no checkpoint {file}; train it first, as with: python train.py config/{name}.py')
     try:
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
         if not {'model', 'config', 'settings', 'iter', 'tokenizer', 'weights', 'words'} <= ckpt.keys():
@@ -501,10 +502,8 @@ class Trainer:
 
 def short(n):
     """1000000 -> 1M"""
-    for size, letter in ((1e9, 'B'), (1e6, 'M'), (1e3, 'K')):
-        if n >= size:
-            return f'{n / size:.4g}{letter}'
-    return f'{n:.4g}'
+    size, letter = next(((s, c) for s, c in ((1e9, 'B'), (1e6, 'M'), (1e3, 'K')) if n >= s), (1, ''))
+    return f'{n / size:.4g}{letter}'
 
 
 def check_resume(ckpt, s, model_keys, corpus, machine, say):
