@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,18 +65,25 @@ def smoke(run, data_dir, tmp_path_factory):
     import configurator
     folder, done = tmp_path_factory.mktemp('smoke'), set()
 
+    def starts(config):
+        runs = configurator.read_config(ROOT / config).get('init_from') or []
+        return [f"config/{run.removeprefix('out/')}.py" for run in ([runs] if isinstance(runs, str) else runs)]
+    needed = {start for path in ROOT.glob('config/**/*.py') for start in starts(path)}
+
     def smoke(config):
-        values = configurator.read_config(ROOT / config)
-        starts = values.get('init_from') or []
-        for start in [starts] if isinstance(starts, str) else starts:
-            smoke(start.replace('out/', 'config/', 1) + '.py')
+        for start in starts(config):
+            smoke(start)
+        out = folder / config.replace('config', 'out', 1).removesuffix('.py')
         if config not in done:
             data = ['--data=toy_stories'] if 'paper' in config else []
-            if data and 'byte_limit' in values:
+            if data and 'byte_limit' in (ROOT / config).read_text():
                 data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
             run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=1',
                 '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder,
                 OMP_NUM_THREADS='2')
             done.add(config)
-        return folder / config.replace('config', 'out', 1).removesuffix('.py')
-    return smoke
+            if 'paper' in config and config not in needed:
+                (out / 'ckpt.pt').unlink()               # hundreds of megabytes
+        return out
+    yield smoke
+    shutil.rmtree(folder)
