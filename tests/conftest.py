@@ -7,6 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -63,7 +66,7 @@ def smoke(run, data_dir, tmp_path_factory):
     """Train a config for two steps and give its run folder, after those it starts from; each only once per session.
     config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser."""
     import configurator
-    folder, done = tmp_path_factory.mktemp('smoke'), set()
+    folder, done, locks = tmp_path_factory.mktemp('smoke'), set(), defaultdict(threading.Lock)
 
     def starts(config):
         runs = configurator.read_config(ROOT / config).get('init_from') or []
@@ -74,16 +77,25 @@ def smoke(run, data_dir, tmp_path_factory):
         for start in starts(config):
             smoke(start)
         out = folder / config.replace('config', 'out', 1).removesuffix('.py')
-        if config not in done:
+        with locks[config]:
+            if config in done:
+                return out
             data = ['--data=toy_stories'] if 'paper' in config else []
             if data and 'byte_limit' in (ROOT / config).read_text():
                 data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
             run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=1',
-                '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder,
-                OMP_NUM_THREADS='2')
+                '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder)
             done.add(config)
             if 'paper' in config and config not in needed:
                 (out / 'ckpt.pt').unlink()               # hundreds of megabytes
         return out
     yield smoke
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope='session')
+def smokes(smoke, request):
+    """{config: the future of its run folder} of all tests that ask for one by `config`, two at a time."""
+    configs = [item.callspec.params['config'] for item in request.session.items if 'smokes' in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {config: pool.submit(smoke, config) for config in configs}
