@@ -1,6 +1,6 @@
 """
-PaPaformer: a language model from pretrained parallel paths (Tapaninaho and Oussalah 2025, "PaPaformer: Language Model
-from Pre-trained Parallel Paths").
+PaPaformer: a language model made of pretrained parallel paths
+(Tapaninaho and Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
 
 Narrow LLaMA-style models, the paths, are trained apart, each on its own kind of text. Then their layers are laid side
 by side in the middle of a wider model, whose width is the sum of theirs, and that model is trained on:
