@@ -353,7 +353,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. When the position table is full, its last half starts a new cache."""
+        """Continue (B, T) prompts; call eval() first. When the context is full, its last half starts a new cache."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: the tokens that the cache does not hold yet
         for _ in range(max_new_tokens):
