@@ -25,7 +25,7 @@ def fetch(tokens, positions):
 
 
 class Corpus:
-    """The prepared data sets that `data` names: their ranges, counts, val tokens and common tokenizer."""
+    """The prepared data sets that `data` names, and those that are only scored: ranges, counts, val tokens, tokenizer."""
 
     def __init__(self, s, machine):
         self.s, self.machine = s, machine
@@ -38,8 +38,9 @@ class Corpus:
                 raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), '
                                 'with 0 <= from < to <= 1')
         self.ranges = {name: (*span, 1.0)[:3] for name, span in ranges.items()}
-        self.folders = {name: Path(s.data_dir, name) for name in ranges}
-        if any(name.startswith('toy_') for name in ranges):      # toy corpora make themselves
+        self.scored = [s.eval_data] if isinstance(s.eval_data, str) else s.eval_data or list(ranges)
+        self.folders = {name: Path(s.data_dir, str(name)) for name in [*ranges, *self.scored]}
+        if any(folder.name.startswith('toy_') for folder in self.folders.values()):     # toy corpora make themselves
             if machine.rank == 0 and not all(folder.exists() for folder in self.folders.values()):
                 prepare.make_toy(s.data_dir)
             machine.sum(torch.zeros(1, device=machine.device))   # the others wait for it
@@ -58,8 +59,8 @@ class Corpus:
 
     def calibration(self, seq_len):
         """The first batches of every val set, for a surgery that has to look at data."""
-        return [batch for tokens in self.val.values()
-                for batch, _ in zip(val_batches(tokens, seq_len, self.s, self.pad), range(self.s.surgery_batches))]
+        return [batch for name in self.ranges
+                for batch, _ in zip(val_batches(self.val[name], seq_len, self.s, self.pad), range(self.s.surgery_batches))]
 
 
 class Data:

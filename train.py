@@ -7,8 +7,8 @@ Train any model of this repository: one plain loop.
     python train.py config/moep.py --max_iters=0                   # print sizes and plan, train nothing
     torchrun --nproc_per_node=2 train.py config/moep.py            # several processes
 
-A config is a file of plain assignments; `--key=value` comes after it and wins. A key belongs to `Settings` below or
-to the model's own config. The loop knows no model by name: it imports the file that `model` names and uses what
+A config is a file of plain assignments; `--key=value` comes after it and wins. A key belongs to `Settings` (settings.py)
+or to the model's own config. The loop knows no model by name: it imports the file that `model` names and uses what
 every model file offers: Config, Model, forward(idx, targets) -> (logits, loss, aux), generate, routes, count_params.
 `aux` holds unweighted auxiliary losses by name; `aux_weights` says which of them are added to the loss.
 
@@ -25,120 +25,18 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import configurator
 import prepare
 from errors import UserError, run_main
 from loader import Corpus, Data, val_batches
 from machine import Machine
-
-
-@dataclass
-class Settings:
-    model: str = 'moep'                    # the model file, without .py
-    out_dir: str = ''                      # the run's folder; out/<name of the config> if not given
-    seed: int = 42                         # of weights, dropout and data order (the order is the same for all models)
-    # what is read
-    data: str | dict = 'toy_stories'       # a folder of data_dir, or {folder: (from, to) or (from, to, passes per epoch)}
-    data_dir: str = 'data'                 # where prepare.py put them
-    seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
-    stride: int | None = None              # tokens between the starts of chunks; seq_len if not given
-    stream: bool = False                   # every row of the batch reads on where it stopped, instead of shuffled chunks
-    memory: int = 0                        # with stream: so many past keys and values, detached, extend the context
-    epoch_words: float | None = None       # an epoch ends after this many words; after all chunks if not given
-    # how long
-    epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut
-    max_iters: int | None = None           # steps; if given, epochs do not count; 0: print the plan and stop
-    batch_size: int = 16                   # chunks per micro-batch
-    gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
-    # optimiser
-    learning_rate: float = 1e-3            # of AdamW, at its highest
-    min_lr: float = 0.0                    # the floor of cosine and linear
-    schedule: str = 'cosine'               # cosine | linear | constant, all after the warm-up
-    warmup_iters: int = 0                  # steps of linear warm-up from zero
-    weight_decay: float = 0.1              # on matrices only
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
-    dropout_schedule: str = 'constant'     # constant | early | late | linear | triangle, of a model that has set_dropout
-    dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
-    aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
-    # what is written
-    log_interval: int = 10                 # steps between lines of the log
-    eval_interval: int = 500               # steps between evaluations on val.bin (also at the start and the end)
-    eval_tokens: int | None = None         # score at most so many val tokens per data set; all if not given
-    save_interval: int = 500               # steps between checkpoints
-    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these numbers of words
-    sample_tokens: int = 120               # length of the text sample at the end
-    # how it starts
-    resume: bool = False                   # go on from out_dir's checkpoint (from the beginning if there is none yet)
-    overwrite: bool = False                # start anew though out_dir holds a run
-    init_from: str | list | None = None    # start from this run's weights; a list of runs for a surgery that takes several
-    surgery: str | None = None             # a function of the model's file, or file.function, that rebuilds the model
-    surgery_args: dict = field(default_factory=dict)
-    surgery_batches: int = 8               # batches of val.bin handed to a surgery that asks for `batches`
-    # the machine
-    device: str = 'auto'                   # cuda, mps or cpu, whichever is there
-    dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
-    compile: bool | None = None            # torch.compile; if not given, on cuda for runs of at least 200 steps
-
-
-def read_settings(argv):
-    """-> Settings, the model's module, and the keys given for the model's own Config."""
-    if '-h' in argv or '--help' in argv:
-        print(__doc__.strip(), '\n\nSettings and their defaults, besides those of the model:')
-        print('\n'.join(f'  {f.name} = {getattr(Settings(), f.name)!r}' for f in fields(Settings)))
-        sys.exit(0)
-    values = configurator.read_command(argv)
-    module = import_model(values.get('model', Settings.model))
-    given, model_keys = configurator.sort_keys(values, Settings, module.Config)
-    s = Settings(**given)
-    s.out_dir = s.out_dir or f'out/{s.model}'
-    check_ranges(s)
-    return s, module, model_keys
-
-
-def check_ranges(s):
-    positive = ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval', 'save_interval', 'epochs',
-                'seq_len', 'stride', 'epoch_words', 'eval_tokens')
-    for key, value in asdict(s).items():
-        if isinstance(value, (int, float)) and (value < 0 or (value == 0 and key in positive)):
-            raise UserError(f"{key} = {value} must be {'more than' if key in positive else 'at least'} 0")
-    if not all(isinstance(value, (int, float)) for value in [*s.checkpoint_words, *s.aux_weights.values()]):
-        raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
-    schedules, dropouts = ('cosine', 'linear', 'constant'), ('constant', 'early', 'late', 'linear', 'triangle')
-    for wrong, message in ((s.schedule not in schedules, f"schedule is '{s.schedule}'; it can be {', '.join(schedules)}"),
-                           (s.dropout_schedule not in dropouts, f"dropout_schedule is '{s.dropout_schedule}'; "
-                            f"it can be {', '.join(dropouts)}"),
-                           (s.beta1 >= 1 or s.beta2 >= 1, 'beta1 and beta2 must be less than 1'),
-                           (s.memory and not s.stream, 'memory needs contiguous text: set stream=True'),
-                           (s.stream and (s.stride or s.epoch_words), 'a stream has no stride and no epoch_words'),
-                           (s.resume and s.overwrite, 'resume goes on with a run, overwrite starts it anew: choose one'),
-                           (s.surgery_args and not s.surgery, 'surgery_args without a surgery')):
-        if wrong:
-            raise UserError(message)
-
-
-def import_model(name):
-    files = Path(__file__).resolve().parent.glob('*.py')
-    names = [p.stem for p in files if '\nConfig, Model =' in p.read_text(encoding='utf-8')]
-    if name not in names:
-        raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
-    return importlib.import_module(name)
-
-
-def make_config(module, keys):
-    try:
-        return module.Config(**keys)
-    except (TypeError, ValueError) as e:
-        raise UserError(f'{module.__name__}: {e}') from None
+from settings import import_model, make_config, read_settings
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -207,9 +105,11 @@ def read_checkpoint(path):
 
 
 def build(ckpt, **changes):
-    """The model of a checkpoint, with its weights."""
+    """The model of a checkpoint, with its weights and, if it has any, its adapters."""
     module = import_model(ckpt['model'])
     model = module.Model(make_config(module, {**ckpt['config'], **changes}))
+    for name, args in ckpt.get('adapted', []):           # as lora.add_lora, which the config does not tell of
+        model = find_surgery(name, module)(model, **args)
     try:
         model.load_state_dict(ckpt['weights'])
     except RuntimeError:
@@ -222,6 +122,15 @@ def load_checkpoint(path, device='cpu'):
     """-> (model in eval mode, the checkpoint's dictionary). What sample.py and the other tools use."""
     ckpt = read_checkpoint(path)
     return build(ckpt).to(device).eval(), ckpt
+
+
+def find_surgery(surgery, module):
+    """A function by its name in the model's own file, or by file.name."""
+    file, _, name = surgery.rpartition('.')
+    try:
+        return getattr(importlib.import_module(file) if file else module, name)
+    except (ImportError, AttributeError):
+        raise UserError(f"there is no surgery '{surgery}': {file or module.__name__}.py has no function {name}") from None
 
 
 def initial_model(s, module, model_keys, corpus):
@@ -243,11 +152,7 @@ def initial_model(s, module, model_keys, corpus):
     if set(model_keys) - {'vocab_size'}:
         raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
                         f'remove {next(iter(model_keys))}')
-    file, _, name = s.surgery.rpartition('.')
-    try:
-        operate = getattr(importlib.import_module(file) if file else module, name)
-    except (ImportError, AttributeError):
-        raise UserError(f"there is no surgery '{s.surgery}': {file or s.model}.py has no function {name}") from None
+    operate = find_surgery(s.surgery, module)
     models = [build(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
     args = dict(s.surgery_args)
     if 'batches' in inspect.signature(operate).parameters:
@@ -275,7 +180,7 @@ def make_optimizer(model, s, machine):
 
 def learning_rate(it, s, max_iters):
     if it < s.warmup_iters:
-        return s.learning_rate * (it + 1) / (s.warmup_iters + 1)
+        return s.warmup_lr + (s.learning_rate - s.warmup_lr) * (it + 1) / (s.warmup_iters + 1)
     done = (it - s.warmup_iters) / max(1, max_iters - s.warmup_iters)
     shape = dict(cosine=0.5 * (1 + math.cos(math.pi * min(done, 1.0))), linear=1 - min(done, 1.0), constant=1.0)
     return s.min_lr + shape[s.schedule] * (s.learning_rate - s.min_lr)
@@ -392,7 +297,8 @@ class Trainer:
         ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=memory)) if whole else []
         if self.machine.rank == 0:
             state = dict(model=self.s.model, config=asdict(self.model.config), settings=asdict(self.s), iter=self.it,
-                         tokenizer=self.corpus.hash, weights=self.model.state_dict(), words=self.data.words)
+                         tokenizer=self.corpus.hash, weights=self.model.state_dict(), words=self.data.words,
+                         adapted=getattr(self.model, 'adapted', []))
             if whole:
                 state['frozen'] = [name for name, p in self.model.named_parameters() if not p.requires_grad]
                 state.update(optimizer=self.optimizer.state_dict(), data=self.data.state(), ranks=ranks,
@@ -410,12 +316,12 @@ class Trainer:
         """Scores on every val set, and where tokens go, into the log; one line per data set on the screen."""
         self.check_health()
         s, machine, scores = self.s, self.machine, {}
-        for name, tokens in self.corpus.val.items():
-            batches = val_batches(tokens, self.data.T, s, self.corpus.pad, machine.rank, machine.world)
+        for name in self.corpus.scored:
+            batches = val_batches(self.corpus.val[name], self.data.T, s, self.corpus.pad, machine.rank, machine.world)
             scores[name] = v = score(self.model, batches, self.corpus.token_lengths, machine)
             self.say(f"step {self.it:6,}  {name}: val loss {v['loss']:.4f}, perplexity {v['perplexity']:.2f}, "
                      f"{v['bits_per_byte']:.4f} bits per byte")
-        x, _ = next(val_batches(next(iter(self.corpus.val.values())), self.data.T, s, self.corpus.pad))
+        x, _ = next(val_batches(self.corpus.val[self.corpus.scored[0]], self.data.T, s, self.corpus.pad))
         self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x, machine))
 
     def wrap(self):
@@ -541,6 +447,9 @@ def show_plan(model, s, corpus, data, machine, max_iters, say):
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
         say(f'data      {name}: {short(end - begin)} tokens{times}, {short(len(corpus.val[name]))} for validation')
+    for name in corpus.scored:
+        if name not in corpus.ranges:
+            say(f'data      {name}: {short(len(corpus.val[name]))} tokens, for validation only')
     say(f'step      {s.batch_size} chunks x {data.T} tokens x {s.gradient_accumulation_steps} accumulated x {machine.world} '
         f'process{"es" * (machine.world > 1)} = {data.rows * data.T:,} tokens')
     say(f'plan      {max_iters:,} steps, {short(max_iters * data.rows * data.T)} tokens, '
@@ -549,7 +458,7 @@ def show_plan(model, s, corpus, data, machine, max_iters, say):
 
 
 def main():
-    s, module, model_keys = read_settings(sys.argv[1:])
+    s, module, model_keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
     say = tqdm.write if machine.rank == 0 else lambda text: None
     ckpt = report = None

@@ -10,7 +10,8 @@ import torch
 
 from loader import Corpus, Data, val_batches
 from prepare import UserError
-from train import Settings, score
+from settings import Settings
+from train import score
 
 EOT = 99
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import settings
 import train
 from conftest import ROOT
 from moep import MoEP, MoEPConfig
@@ -95,7 +96,7 @@ def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
 
 
 def test_dropout_schedules(run, data_dir, tmp_path):
-    rates = {name: [round(train.dropout_rate(it, train.Settings(dropout_schedule=name, dropout_phase=0.25), 8, 0.2), 4)
+    rates = {name: [round(train.dropout_rate(it, settings.Settings(dropout_schedule=name, dropout_phase=0.25), 8, 0.2), 4)
                     for it in range(8)] for name in ('constant', 'early', 'late', 'linear', 'triangle')}
     assert rates == dict(constant=[0.2] * 8, early=[0.2] * 2 + [0.0] * 6, late=[0.0] * 2 + [0.2] * 6,
                          linear=[0.2, 0.175, 0.15, 0.125, 0.1, 0.075, 0.05, 0.025],
@@ -129,7 +130,7 @@ def test_segment_memory_extends_the_context(data_dir, tmp_path, tiny):
     """Two steps over one stream with memory: the second loss is that of the second half of a context twice as long."""
     args = ['--stream', '--seq_len=16', '--memory=16', '--dropout=0.0', '--batch_size=2', '--learning_rate=1e-9']
     tiny('--max_iters=2', *args)
-    s, module, keys = train.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
+    s, module, keys = settings.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
     machine = train.Machine(s.device)
     data = train.Data(s, train.Corpus(s, machine), 16, machine)
     model, _ = train.load_checkpoint(tmp_path / 'run')
@@ -391,7 +392,7 @@ def test_config_files(tmp_path):
     values = configurator.read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
     assert configurator.read_command(['--out_dir=out/mine', str(good)])['out_dir'] == 'out/mine'
     assert values == dict(out_dir='out/good', batch_size=10.0, aux_weights=dict(block_balance=0.01), model='moep', resume=True, data='toy_math')
-    given, keys = configurator.sort_keys(values, train.Settings, MoEPConfig)
+    given, keys = configurator.sort_keys(values, settings.Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
     assert configurator.read_command(['config/paper/moep.py'])['out_dir'] == 'out/paper/moep'
     for text, message in (('import os', ':1: a config'), ('a = b = 1', ':1:'), ('x = 1\ny = open("f")', ':2: the value of y'), ('x = (', ':1:')):
@@ -406,7 +407,7 @@ def test_config_files(tmp_path):
     'surgery_args={"n": 2}'])
 def test_values_out_of_range(wrong):
     with pytest.raises(UserError):
-        train.read_settings([f'--{wrong}'])
+        settings.read_settings([f'--{wrong}'])
 
 
 @pytest.mark.parametrize('wrong', ['dropout=2', 'block_size=0', 'n_head=0', 'n_layer=-1', 'top_k=0', 'n_parallel=-1'])
@@ -430,7 +431,7 @@ def test_epochs_make_the_plan(tiny):
 
 def test_decay_on_matrices_only():
     model = MoEP(MoEPConfig(vocab_size=10, block_size=8, n_embd=16, n_head=2, n_embd_parallel=8, n_head_parallel=1, n_parallel=1))
-    s, machine = train.Settings(weight_decay=0.3), train.Machine('cpu')
+    s, machine = settings.Settings(weight_decay=0.3), train.Machine('cpu')
     decayed, spared = train.make_optimizer(model, s, machine).param_groups
     assert decayed['weight_decay'] == 0.3 and spared['weight_decay'] == 0
     names = {id(p): n for n, p in model.named_parameters()}
@@ -440,7 +441,7 @@ def test_decay_on_matrices_only():
 
 
 def test_learning_rate():
-    s = train.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='cosine')
+    s = settings.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='cosine')
     assert [train.learning_rate(i, s, 109) for i in (0, 8, 9, 59, 109)] == pytest.approx([0.1, 0.9, 1.0, 0.55, 0.1])
     s.schedule = 'linear'
     assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
