@@ -95,38 +95,45 @@ def stick_weights(q, k, first):
     return z, (z + left).exp()
 
 
+def query_blocks(q, k, size):
+    """(tokens, position of the first of them, number of keys that they may see) for each block of `size` tokens."""
+    past = k.size(2) - q.size(2)
+    for start in range(0, q.size(2), size):
+        stop = min(start + size, q.size(2))
+        yield slice(start, stop), past + start, past + stop
+
+
 class StickBreaking(torch.autograd.Function):
-    """Eq. 5's sum over the values, for one block of queries. The weights are not kept but computed again in backward."""
+    """Attention (Eq. 5's sum over the values) of (B, H, T, K, d) queries, K for each token, to (B, H, S, d) keys and values,
+    of which the last T are the tokens' own. Only one block of queries has its weights in memory at a time, B*H*size*K*S
+    of them instead of B*H*T*K*S: they are not kept for backward, but computed again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, first):
+    def forward(ctx, q, k, v, size):
         ctx.save_for_backward(q, k, v)
-        ctx.first = first
-        _, p = stick_weights(q, k, first)
-        return (p.type_as(v) @ v).view_as(q)
+        ctx.size, outputs = size, []
+        for here, first, end in query_blocks(q, k, size):
+            _, p = stick_weights(q[:, :, here], k[:, :, :end], first)
+            outputs.append((p.type_as(v) @ v[:, :, :end]).view_as(q[:, :, here]))
+        return torch.cat(outputs, 2)
 
     @staticmethod
     def backward(ctx, grad):
         """Let g_i = p_i * dL/dp_i. Raising z_j lets key j take more, and takes sigmoid(z_j) of it from every key at or
         before j: dL/dz_j = g_j - sigmoid(z_j) * sum_{i<=j} g_i."""
         q, k, v = ctx.saved_tensors
-        grad = grad.flatten(2, 3)                               # (B, H, Q*K, d)
-        z, p = stick_weights(q, k, ctx.first)
-        g = p * (grad @ v.transpose(2, 3))
-        dz = ((g - z.sigmoid() * g.cumsum(-1)) / math.sqrt(q.size(-1))).type_as(q)
-        dk, dv = dz.transpose(2, 3) @ q.flatten(2, 3), p.type_as(v).transpose(2, 3) @ grad
-        return (dz @ k).view_as(q), dk, dv, None
-
-
-def stick_breaking(q, k, v, size):
-    """Attention of (B, H, T, K, d) queries, K for each token, to (B, H, S, d) keys and values, of which the last T are the
-    tokens' own. Working on `size` tokens at a time bounds memory by size * S instead of T * S, in training too."""
-    past, outputs = k.size(2) - q.size(2), []
-    for start in range(0, q.size(2), size):
-        q_block = q[:, :, start:start + size]
-        end = past + start + q_block.size(2)                    # later keys are not seen
-        outputs.append(StickBreaking.apply(q_block, k[:, :, :end], v[:, :, :end], past + start))
-    return torch.cat(outputs, 2)
+        wide = torch.promote_types(q.dtype, torch.float32)      # blocks add up: in bfloat16 the last ones would be lost
+        dq, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for here, first, end in query_blocks(q, k, ctx.size):
+            q_here, k_seen, v_seen = q[:, :, here], k[:, :, :end], v[:, :, :end]
+            grad_here = grad[:, :, here].flatten(2, 3)          # (B, H, Q*K, d)
+            z, p = stick_weights(q_here, k_seen, first)
+            g = p * (grad_here @ v_seen.transpose(2, 3))
+            dz = ((g - z.sigmoid() * g.cumsum(-1)) / math.sqrt(q.size(-1))).type_as(q)
+            dq.append((dz @ k_seen).view_as(q_here))
+            dk[:, :, :end] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
+            dv[:, :, :end] += p.type_as(v).transpose(2, 3) @ grad_here
+        return torch.cat(dq, 2), dk.type_as(k), dv.type_as(v), None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ class AttentionModules(nn.Module):
         q_NKA = rows.restore(grouped_mm(rows.spread(x_ND), q_EDA, rows.ends_E))
         q = q_NKA.view(B, T, rows.K, self.n_head, -1).permute(0, 3, 1, 2, 4)    # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), cache)                       # (B, H, S, d)
-        y = stick_breaking(q, k, v, self.query_block)                           # (B, H, T, K, d)
+        y = StickBreaking.apply(q, k, v, self.query_block)                      # (B, H, T, K, d)
         y_NKA = y.permute(0, 2, 3, 1, 4).reshape(B * T, rows.K, -1)
         y_RD = grouped_mm(rows.sort(y_NKA), o_EAD, rows.ends_E)                 # Eq. 5
         return rows.combine(y_RD, gate_NK).view_as(x), losses
@@ -365,9 +372,11 @@ class ModuleFormer(nn.Module):
     def count_params(self):
         """Total, and active: K of E modules, and not the embedding, which is only looked up."""
         total = sum(p.numel() for p in self.parameters())
-        idle = sum(w.numel() - w.numel() // len(w) * self.config.top_k
-                   for name, stack in self.named_modules() if isinstance(stack, Stack) and not name.endswith('.A')
-                   for w in [stack()])
+        idle = 0
+        for name, stack in self.named_modules():
+            if isinstance(stack, Stack) and not name.endswith('.A'):            # every row of A multiplies every token
+                modules = len(stack.weight) + (0 if stack.inserted is None else len(stack.inserted))
+                idle += stack.weight[0].numel() * (modules - self.config.top_k)
         return total, total - idle - self.wte.weight.numel()
 
 
@@ -376,14 +385,15 @@ class ModuleFormer(nn.Module):
 
 
 def rebuild_with(model, state, **changes):
-    """A model with another config and these weights, in the same mode; what `state` lacks is fresh."""
+    """A model with another config and these weights, in the same mode; only what is inserted may be fresh."""
     new = ModuleFormer(ModuleFormerConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
-    new.load_state_dict(state, strict=False)
+    fresh = {name: p for name, p in new.state_dict().items() if name.endswith('.inserted')}
+    new.load_state_dict({**fresh, **state})
     return new.train(model.training)
 
 
 def settle(model):
-    """The same function with inserted modules counted among the old ones."""
+    """The same function with inserted modules counted among the old ones, and nothing frozen."""
     c, state = model.config, model.state_dict()
     for name in [name for name in state if name.endswith('.inserted')]:
         old = name.replace('.inserted', '.weight')
@@ -435,13 +445,16 @@ class PruneTable(list):
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3 -> (model, PruneTable): removes the modules whose frequency, divided by the largest of their
     pool (`max`) or by their sum (`sum`), is below the threshold, with their rows of the router; the K most frequent stay.
-    Frequencies are `usage` as count_usage gives it, or are counted on `batches`."""
+    Frequencies are `usage` as count_usage gives it, or are counted on `batches`. In the result nothing is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     model = settle(model)
     usage = count_usage(model, batches or []) if usage is None else usage
     if not usage or not all(count.sum() > 0 for count in usage.values()):
         raise ValueError('prune_experts needs usage, or batches with at least one target')
+    pools = {name.removesuffix('.router.A'): len(m.weight) for name, m in model.named_modules() if name.endswith('.A')}
+    if pools != {layer: len(count) for layer, count in usage.items()}:
+        raise ValueError('usage is not of this model: its layers or their numbers of modules differ')
     state, table, sizes = model.state_dict(), PruneTable(), dict(att=[], ffd=[])
     for layer, count in usage.items():                   # 'blocks.0.att', 'blocks.0.ffd', 'blocks.1.att', ...
         share = count / (count.max() if normalise == 'max' else count.sum())

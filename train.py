@@ -439,6 +439,12 @@ def check_resume(ckpt, s, model_keys, corpus, machine, say):
         say(f"resume    there were {len(ckpt['ranks'])} processes, there are now {machine.world}")
 
 
+def sketch(module, model_keys):
+    """A model without weights, to be counted: it needs no memory, whatever its size."""
+    with torch.device('meta'):
+        return module.Model(make_config(module, model_keys))
+
+
 def show_plan(model, s, corpus, data, machine, max_iters, say):
     total, active = model.count_params()
     say(f'model     {s.model}: {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active per token')
@@ -472,7 +478,7 @@ def main():
     except UserError as e:
         if s.max_iters != 0 or s.init_from:
             raise
-        show_plan(module.Model(make_config(module, model_keys)), s, None, None, machine, 0, say)
+        show_plan(sketch(module, model_keys), s, None, None, machine, 0, say)
         say(f'data      {e}')                            # the model's size can be told without data
         return
     vocab = corpus.tokenizer.n_vocab
@@ -480,6 +486,10 @@ def main():
     if size < vocab or corpus.align > 1 and size != vocab:       # symbols of bytes are counted from the end
         raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries')
 
+    if s.max_iters == 0 and not s.init_from and sketch(module, model_keys).count_params()[0] > 1e9:
+        show_plan(sketch(module, model_keys), s, corpus, None, machine, 0, say)
+        say('plan      a model of this size is counted, not built')
+        return
     torch.manual_seed(s.seed)
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine, say)

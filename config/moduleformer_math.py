@@ -1,0 +1,15 @@
+"""The model of config/moduleformer.py fine-tuned on the toy math with the load concentration loss, so that it needs fewer of
+its modules (the paper's section 5.3); then config/moduleformer_pruned.py."""
+model = 'moduleformer'
+init_from = 'out/moduleformer'
+data = 'toy_math'
+aux_weights = dict(concentration=0.001)
+
+epochs = 3
+batch_size = 8
+learning_rate = 1e-3
+schedule = 'constant'
+warmup_iters = 20
+weight_decay = 0.01
+eval_interval = 200
+save_interval = 200

@@ -1,0 +1,16 @@
+"""The model of config/moduleformer_math.py without the modules that math uses less than a twentieth as often as its layer's
+favourite, trained a little more; --max_iters=0 only prunes. Which threshold? python prune_curve.py out/moduleformer_math"""
+model = 'moduleformer'
+init_from = 'out/moduleformer_math'
+surgery = 'prune_experts'
+surgery_args = dict(threshold=0.05, normalise='max')
+data = 'toy_math'
+
+epochs = 1
+batch_size = 8
+learning_rate = 1e-3
+schedule = 'constant'
+warmup_iters = 20
+weight_decay = 0.01
+eval_interval = 200
+save_interval = 200

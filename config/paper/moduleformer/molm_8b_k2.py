@@ -1,0 +1,34 @@
+"""MoLM-8B-K2 of the paper's Tables 1 and 6: 8.18B parameters, 681M active. The paper trained it on the Pile (360B tokens, the
+Codegen tokenizer) with 48 A100s; here it is built on the meta device, to be counted and planned:
+
+python train.py config/paper/moduleformer/molm_8b_k2.py --max_iters=0
+"""
+model = 'moduleformer'
+data = 'pile'
+
+vocab_size = 50295
+block_size = 512
+n_layer = 48
+n_embd = 1024
+n_att = 16
+d_att = 1024
+n_head = 1
+n_ffd = 32
+d_ffd = 2048
+top_k = 2
+d_router = 256                  # not given in the paper; from its count of trainable parameters
+identity_kv = True              # "in the case of D_att equal to D_emb"
+aux_weights = dict(mi=0.01)     # not given in the paper
+
+stream = True                   # the previous segment's keys and values make the context 1,024
+memory = 512
+batch_size = 64                 # 64 x 96 x 512 tokens = 3.1M
+gradient_accumulation_steps = 96
+max_iters = 114_441             # 360B tokens
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 954              # 3B tokens
+warmup_lr = 3e-5
+schedule = 'cosine'
+weight_decay = 0.01
+grad_clip = 1.0
