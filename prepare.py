@@ -1,7 +1,7 @@
 """
 prepare.py: text -> uint16 token bins and a tokenizer.
 
-    python prepare.py toy                                    # three toy corpora and minimal pairs, no network
+    python prepare.py toy                                    # toy corpora, minimal pairs and a task, no network
     python prepare.py text --name mine --input book.txt      # your own .txt and .jsonl, also .gz and .xz
     python prepare.py babylm [--input FOLDER]                # also tinystories, openmath, simplewiki, blimp
 
@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from download import NAMED, fetch_named
 from errors import UserError, run_main
-from toy import SCENES, Dice, lingo, minimal_pairs, problem, story
+from toy import SCENES, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 EOT = '<|endoftext|>'
 PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")    # GPT-2's
@@ -368,7 +368,7 @@ def new_folder(target, overwrite=False):
     """A hidden folder beside `target` that takes its name when the block ends well, and vanishes when it does not."""
     if target.exists() and not overwrite:
         raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
-    ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|\w+\.jsonl'
+    ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
     if target.exists() and not (target.is_dir() and all(re.fullmatch(ours, p.name) for p in target.iterdir())):
         raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it; move it away first')
     work = target.parent / f'.{target.name}.{uuid.uuid4().hex[:12]}'
@@ -483,9 +483,9 @@ def encode_split(work, split, spans, end, jobs):
 
 def make_toy(root='data', overwrite=False):
     """Write toy_stories, toy_math, toy_lingo and toy_blimp where they are missing; they share one BPE. toy_bytes is
-    toy_stories once more, as chunks of bytes."""
+    toy_stories once more, as chunks of bytes; toy_glue is a task for finetune.py."""
     plan = dict(toy_stories=(story, 3_000_000), toy_math=(problem, 1_000_000), toy_lingo=(lingo, 1_000_000))
-    names = [*plan, 'toy_bytes', 'toy_blimp']
+    names = [*plan, 'toy_bytes', 'toy_blimp', 'toy_glue']
     missing = [Path(root) / name for name in names if overwrite or not (Path(root) / name).is_dir()]
     texts = {name: [] for name in plan if missing}
     for name in texts:
@@ -498,15 +498,19 @@ def make_toy(root='data', overwrite=False):
     seen = {line for text in texts.get('toy_stories', []) for line in re.split(r'(?<=[.!?"]) ', text)}
     for target in missing:
         try:
-            if target.name != 'toy_blimp':
+            if target.name not in ('toy_blimp', 'toy_glue'):
                 chunks = 8 if target.name == 'toy_bytes' else None
                 documents = (('train', text) for text in texts['toy_stories' if chunks else target.name])
                 build(target, documents, tokenizer, 0.02, byte_limit=chunks, overwrite=overwrite, source=['prepare.py toy'])
                 continue
+            if target.name == 'toy_blimp':
+                files = {kind: minimal_pairs(kind, seen, lambda text: len(tokenizer.encode(text))) for kind in SCENES}
+            else:
+                rows = subject_rows(2300)
+                files = {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}
             with new_folder(target, overwrite) as work:
-                for kind in SCENES:
-                    rows = map(json.dumps, minimal_pairs(kind, seen, lambda text: len(tokenizer.encode(text))))
-                    (work / f'{kind}.jsonl').write_text('\n'.join(rows) + '\n', encoding='utf-8')
+                for name, rows in files.items():
+                    (work / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n', encoding='utf-8')
         except UserError:
             if not target.is_dir():         # else another process made it meanwhile, which is as good
                 raise

@@ -1,5 +1,5 @@
 """
-The toy corpora's grammars, and minimal pairs over them; `python prepare.py toy` writes the data sets.
+The toy corpora's grammars, minimal pairs and a classification task over them; `python prepare.py toy` writes them.
 
 Small enough to read, but with agreement that only a model that looks far back gets right. In a template, [slot] is a
 word of a class, a role in the story or a verb; it agrees with the hero or, after a slash, with another person of the
@@ -52,6 +52,9 @@ anaphor_gender_agreement_relative_clause: The [person/a] who [met] the [person/b
 anaphor_number_agreement: The [size] [person/a] [act/a] [*self/a] [how].
 anaphor_number_agreement_prepositional_phrase: The [person/a] [near] the [person/b] [act/a] [*self/a] [how].
 anaphor_number_agreement_relative_clause: The [person/a] who [met] the [person/b] [act/a] [*self/a] [how].'''[1:].split('\n'))
+SUBJECTS = 'The [size] [person/a] [near] the [person/b] [be/a] [feel]. | ' \
+    'The [person/a] who [met] the [person/b] [move/a] [how]. | ' \
+    'The [person/a] [near] the [person/b] [like/a] the [thing] at the [place].'
 OPENING = 'Once upon a time there [be] [a_hero] named [hero]. | One [day] day [hero] [go] to the [place]. | ' \
     '[Hero] [love] the [place]. Every day [he] [play] there. | It [be/i] a [day] day, and [hero] [be] at the [place].'
 LOOKING = '[Hero] [look] around. | There [be/i] so much to see! | [He] [sit] down and [look] at the [place].'
@@ -216,4 +219,17 @@ def minimal_pairs(kind, seen, length, n=200):
                 sentence_good=good, sentence_bad=bad, field='morphology', linguistics_term=term, UID=kind,
                 simple_LM_method=True, one_prefix_method=False, two_prefix_method=False, lexically_identical=False,
                 pairID=str(len(rows))))
+    return list(rows.values())
+
+
+def subject_rows(n):
+    """Rows of a classification task: does the sentence tell of men and boys (label 0) or of women and girls (1)? The
+    others in it are of the other kind, so that counting words does not help."""
+    dice, rows = Dice('toy_glue'), {}
+    while len(rows) < n:
+        label, place = len(rows) % 2, dice.pick(list(PLACES))
+        many, others, past = (int(dice.random() < .5) for _ in range(3))
+        roles = dict(thing=PLACES[place][1].split(), place=place)
+        sentence = expand(SUBJECTS, dice, dict(a=[many, label], b=[others, 1 - label], h=[0, 0]), past, roles)
+        rows.setdefault(sentence, dict(sentence=sentence, label=label))
     return list(rows.values())

@@ -153,6 +153,8 @@ def initial_model(s, module, model_keys, corpus):
         raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
                         f'remove {next(iter(model_keys))}')
     operate = find_surgery(s.surgery, module)
+    if s.surgery != 'lora.merge_lora' and any(ckpt.get('adapted') for ckpt in ckpts):
+        raise UserError(f'surgery {s.surgery}: the model has adapters; merge them first, with --surgery=lora.merge_lora')
     models = [build(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
     args = dict(s.surgery_args)
     if 'batches' in inspect.signature(operate).parameters:

@@ -648,7 +648,7 @@ def test_toy_folders(toy):
     before = {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
     prepare.make_toy(toy)
     assert before == {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
-    assert sorted(os.listdir(toy)) == ['toy_blimp', 'toy_bytes', 'toy_lingo', 'toy_math', 'toy_stories']
+    assert sorted(os.listdir(toy)) == ['toy_blimp', 'toy_bytes', 'toy_glue', 'toy_lingo', 'toy_math', 'toy_stories']
     whole, chunks = (load_meta(toy / name)['splits']['val'] for name in ('toy_stories', 'toy_bytes'))
     assert chunks['bytes'] == whole['bytes'] and chunks['documents'] == whole['documents']
     names = ['toy_stories', 'toy_math', 'toy_lingo']
