@@ -55,6 +55,7 @@ class ModuleFormerConfig:
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
     query_block: int = 128         # queries whose attention weights are held at one time
+    sparse: bool = True            # False: every module works on every token, then the chosen are kept (reference)
 
     def __post_init__(self):
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_embd', 'd_att', 'n_head', 'd_ffd', 'top_k', 'd_router',
@@ -197,7 +198,7 @@ class Router(nn.Module):
 
     def __init__(self, n, n_new, config):
         super().__init__()
-        self.top_k = config.top_k
+        self.top_k, self.sparse = config.top_k, config.sparse
         self.B = nn.Linear(config.n_embd, config.d_router, bias=False)
         self.A = Stack(n, n_new, config.d_router)        # a row is a module's embedding
 
@@ -213,6 +214,9 @@ class Router(nn.Module):
             losses = dict(mi=conditional - entropy, concentration=entropy)      # Eq. 7, Eq. 8
             if self.A.inserted is not None:
                 losses['rout_reg'] = self.A.inserted.square().sum()             # Eq. 10
+        if not self.sparse:                              # K = E choices, with a gate of 0 for those not chosen
+            gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
         return gate_NK, choice_NK, losses
 
 

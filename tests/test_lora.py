@@ -147,6 +147,13 @@ def test_only_some_maps():
     assert 'blocks.0.qkv.lora.weight' in names(add_lora(model))
 
 
+def test_others_may_train_too():
+    model = add_lora(make('selfmoe'), also='wte|head')
+    assert {n for n, p in model.named_parameters() if p.requires_grad and '.lora.' not in n} == {'wte.weight', 'head.weight'}
+    with pytest.raises(ValueError, match="also = 'embed'"):
+        add_lora(make('selfmoe'), also='embed')
+
+
 @pytest.mark.parametrize('keys, message', [
     (dict(only='attn'), "matches 'attn'; there are first.0.qkv.weight"), (dict(only='('), 'not a regular expression'), (dict(rank=0), 'rank = 0'),
     (dict(rank=2.5), 'rank = 2.5'), (dict(dropout=1.0), 'less than 1'), (dict(alpha=0), 'alpha more than 0')])
@@ -217,8 +224,12 @@ def test_as_surgery(run, smoke, data_dir, tmp_path):
     """train.py adds adapters, trains and resumes them, and merges them into a plain run."""
     base, ids = smoke('config/moep.py'), some_ids()
     common = [f'--data_dir={data_dir}', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', '--learning_rate=0.1']
-    run('train.py', *common, f'--init_from={base}', '--surgery=lora.add_lora', "--surgery_args={'rank': 2}", '--max_iters=3',
-        f'--out_dir={tmp_path}/lora')
+    added = [*common, f'--init_from={base}', '--surgery=lora.add_lora', "--surgery_args={'rank': 2}", '--schedule=constant']
+    run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/lora')
+    run('train.py', *added, '--max_iters=2', f'--out_dir={tmp_path}/half')
+    run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/half', '--resume')
+    (whole, _), (resumed, _) = (train.load_checkpoint(tmp_path / name) for name in ('lora', 'half'))
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values()))
     run('train.py', *common, f'--init_from={tmp_path}/lora', '--surgery=lora.merge_lora', '--max_iters=0', f'--out_dir={tmp_path}/merged')
     (plain, _), (adapted, ckpt), (merged, _) = (train.load_checkpoint(path) for path in (base, tmp_path / 'lora', tmp_path / 'merged'))
     assert adapted.adapted[0][1]['rank'] == 2 and 'lora' not in ' '.join(merged.state_dict())
@@ -228,3 +239,5 @@ def test_as_surgery(run, smoke, data_dir, tmp_path):
     for args in (["--surgery_args={'only': 'nothing'}"], ["--surgery_args={'rank': 0}"]):
         told = run('train.py', *common, f'--init_from={base}', '--surgery=lora.add_lora', *args, '--max_iters=0', f'--out_dir={tmp_path}/x', code=2)
         assert told.stderr.startswith('train.py: surgery lora.add_lora: ') and told.stderr.count('\n') == 1
+    told = run('train.py', *common, f'--init_from={tmp_path}/lora', '--surgery=lora.add_lora', f'--out_dir={tmp_path}/x', code=2)
+    assert 'merge them first' in told.stderr and told.stderr.count('\n') == 1

@@ -295,6 +295,22 @@ CASES = [dict(), dict(n_head=1, top_k=1), dict(n_head=4, top_k=4, n_ffd=4), dict
          dict(n_layer=3, query_block=1)]
 
 
+@pytest.mark.parametrize('changes', [dict(), dict(new=(1, 2)), dict(n_att=[2, 4], n_ffd=[5, 3])], ids=str)
+def test_sparse_is_dense(changes):
+    """Only the chosen modules computed, against all of them on every token."""
+    model, x, y = make(**changes), tokens(T=7), tokens(T=7, seed=2)
+    dense = ModuleFormer(ModuleFormerConfig(**{**asdict(model.config), 'sparse': False})).double()
+    dense.load_state_dict(model.state_dict())
+    for m in (model, dense):
+        logits, _, aux = m(x)
+        (F.cross_entropy(logits.flatten(0, 1), y.flatten()) + sum(aux.values())).backward()
+    torch.testing.assert_close(dense(x)[0], model(x)[0], rtol=1e-11, atol=1e-11)
+    for a, b in zip(dense.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-11)
+    routes = dense.routes(x)
+    assert all(torch.allclose(routes[name], gate) and ((gate != 0).sum(-1) == 2).all() for name, gate in model.routes(x).items())
+
+
 @pytest.mark.parametrize('changes', CASES, ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux loss, every gradient, and the routes."""

@@ -57,8 +57,31 @@ def stlm():
     return figure
 
 
+def moduleformer():
+    """Loss by position beyond the trained length; what is forgotten against what is learned; what pruning costs."""
+    runs = json.loads((HERE / 'moduleformer.json').read_text())
+    figure, (length, life, prune) = plt.subplots(1, 3, figsize=(14, 4))
+    for name, seeds in runs['length'].items():
+        band(length, next(iter(seeds.values()))['position'], [seed['loss'] for seed in seeds.values()], name)
+    length.axvline(128, color='gray', ls=':', label='trained length')
+    length.set(title='length', xlabel='position in the window', ylabel='loss, toy_stories')
+    for name, seeds in runs['lifelong, language seen'].items():
+        points = np.array([[seed['after'][k] for k in ('toy_stories', 'toy_lingo')] for seed in seeds.values()])
+        life.plot(*points.T, 'o' if 'Module' in name else 's', ms=6, label=name.replace('ModuleFormer, ', ''))
+    life.set(title='lifelong: the second language alone', xlabel='loss, toy_stories (old)', ylabel='loss, toy_lingo (new)')
+    for name in ('no concentration', 'concentration 0.001', 'concentration 0.01'):
+        curves = [np.array(c) for c in runs['pruning'][f'{name}, max'].values()]
+        prune.plot(100 * np.mean([c[:, 1] for c in curves], 0), np.mean([c[:, 2] for c in curves], 0), '.-', label=f'{name}, then pruned')
+    points = np.array([row for seed in runs['pruned first'].values() for row in seed])
+    prune.plot(100 * points[:, 1], points[:, 3], 'k+', label='pruned, then fine-tuned')
+    prune.set(title='pruning for toy_math', xlabel='% of the modules left', ylabel='loss, toy_math')
+    for axis in (length, life, prune):
+        axis.legend(fontsize=8)
+    return figure
+
+
 if __name__ == '__main__':
-    for draw in (papaformer, selfmoe, stlm):
+    for draw in (papaformer, moduleformer, selfmoe, stlm):
         if (HERE / f'{draw.__name__}.json').exists():
             figure = draw()
             figure.tight_layout()
