@@ -496,8 +496,8 @@ def main():
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine, say)
         model = build(ckpt)
-        for name in ckpt['frozen']:                      # by the surgery that made it
-            model.get_parameter(name).requires_grad_(False)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name not in ckpt['frozen'])         # by the surgery that made it
     else:
         model, report = initial_model(s, module, model_keys, corpus)
     model.to(machine.device)

@@ -190,7 +190,7 @@ def test_state_dict_copies_and_precision():
     ids = some_ids()
     model = stir(add_lora(make('moep'), rank=3, only='qkv|down'))
     (name, args), = model.adapted
-    assert (name, args) == ('lora.add_lora', dict(rank=3, alpha=16, dropout=0.1, only='qkv|down'))
+    assert (name, args) == ('lora.add_lora', dict(rank=3, alpha=16, dropout=0.1, only='qkv|down', also=None))
     fresh = getattr(lora, name.split('.')[1])(MODELS['moep'](), **args).eval()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(ids)[0], model(ids)[0]) and fresh.adapted == model.adapted
