@@ -9,6 +9,12 @@ class UserError(Exception):
     """Its text is that line."""
 
 
+def check_writable(path):
+    """Before the work whose result goes there, not after it."""
+    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
+
+
 def run_main(main):
     """How every script ends: if __name__ == '__main__': run_main(main)"""
     try:

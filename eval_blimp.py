@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from machine import Machine
 from train import load_checkpoint, read_checkpoint, short
 
@@ -363,7 +363,7 @@ def write_json(path, value):
     """Whole or not at all."""
     temporary = path.with_name(path.name + '.tmp')
     with open(temporary, 'w', encoding='utf-8') as f:
-        json.dump(value, f)
+        json.dump(value, f, default=str)                 # paths among the settings
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, path)
@@ -416,9 +416,8 @@ def read_arguments():
     parser.add_argument('--device', default='auto', help='auto, cuda, mps or cpu')
     parser.add_argument('--batch_tokens', type=int, default=0, help='tokens in a batch, padding included; 0: automatic')
     args = parser.parse_args()
-    for path in filter(None, (args.json, args.plot)):    # now, not after the work is done
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
+    check_writable(args.json)
+    check_writable(args.plot)
     if args.plot and args.plot.suffix not in ('.png', '.pdf', '.svg', ''):
         raise UserError(f'--plot {args.plot}: the file can be a .png, .pdf or .svg')
     if args.batch_tokens < 0:

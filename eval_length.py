@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from loader import as_tensor, fetch
 from machine import Machine
 from train import build, read_checkpoint
@@ -54,6 +54,7 @@ def main():
     length = 4 * trained[0] if args.length is None else args.length
     if min(length, args.stride, args.bin, args.batch_size) < 1:
         raise UserError('length, stride, bin and batch_size must be at least 1')
+    check_writable(args.json)
     folder = Path(args.data or Path(first['settings']['data_dir'], used if isinstance(used, str) else next(iter(used))))
     meta, tokens = prepare.load_meta(folder), as_tensor(prepare.load_bin(folder, 'val'), machine.device)
     if meta.get('slots', 1) > 1:
@@ -64,11 +65,15 @@ def main():
     for run, ckpt in zip(args.runs, ckpts):
         if ckpt['tokenizer'] != meta['tokenizer']['hash']:
             raise UserError(f'{run} was trained with another tokenizer than {folder} has')
-        model = build(ckpt, block_size=max(length, ckpt['config']['block_size'])).to(machine.device).eval()
+        try:
+            model = build(ckpt, block_size=max(length, ckpt['config']['block_size'])).to(machine.device).eval()
+        except UserError:
+            known = ckpt['config']['block_size']
+            raise UserError(f'{run} has a table of {known} positions and cannot read longer windows: --length {known}') from None
         losses.append(loss_by_position(model, tokens, length, args.stride, args.batch_size, machine))
 
     names = [Path(run).with_suffix('').name for run in args.runs]
-    width = max(map(len, names)) + 2
+    width = max(8, *map(len, names)) + 2
     print(f'{folder}: {len(range(0, len(tokens) - length, args.stride)):,} windows of {length:,} tokens; mean loss by position')
     print('positions'.rjust(14) + ''.join(name.rjust(width) for name in names))
     for start in range(0, length, args.bin):

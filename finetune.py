@@ -2,17 +2,15 @@
 GLUE and SuperGLUE: fine-tune a trained model on classification tasks, with low-rank adapters (lora.py) or as a whole.
 
     python finetune.py out/moep                                      # the toy task, which is made if missing
-    python finetune.py out/moep --task rte --data glue               # one task of a folder, with the paper's seeds
-    python finetune.py out/moep --task cola,wsc --data glue --seeds 3,12,42 --full --json glue.json  # all weights train
-    python finetune.py out/moep --task all --data glue --blimp blimp.json           # and the row of Table 7
+    python finetune.py out/moep --task rte --data data/glue          # one task of a folder, with the paper's seeds
+    python finetune.py out/moep --task all --data data/glue --full --seeds 3,12,42 --json glue.json  # all weights train
 
 The data folder holds BabyLM's files (rte.train.jsonl, rte.valid.jsonl) or GLUE's (RTE/train.tsv, RTE/dev.tsv). A text is
 read as end-of-text and its tokens; of a pair, a newline stands between the two. The state of the last of these tokens,
 after the model's final norm, goes through a linear classifier. What is longer than --length tokens is shortened at its
 end: of a pair the longer text until both are equally long, then both.
-
-Settings are those of PaPaformer's Table 5. Every epoch ends with an evaluation; the best one counts, and after --patience
-epochs without a better one training stops. `majority` is what always the commonest label of the training set would get.
+Settings are those of PaPaformer's Table 5. The best epoch counts; after --patience epochs without a better one training
+stops. `majority` is what always the commonest label of the training set would get.
 """
 
 import argparse
@@ -33,7 +31,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from eval_blimp import write_json
 from lora import add_lora, merge_lora
 from machine import Machine
@@ -81,7 +79,9 @@ def find_files(folder):
         split = re.search(r'train|valid|val|dev', path.stem)
         if task and split and path.suffix in ('.jsonl', '.tsv') and 'mismatched' not in path.stem:
             files = found.setdefault(task, dict(train=[], valid=[]))
-            files['train' if split[0] == 'train' else 'valid'].append(path)
+            (files := files['train' if split[0] == 'train' else 'valid']).append(path)
+            if len({(file.parent, file.suffix) for file in files}) > 1:
+                raise UserError(f'{task} is there twice: {files[0]} and {path}')
     return found
 
 
@@ -368,8 +368,10 @@ def show(result):
 
 def read_blimp(path, run):
     try:
-        runs = {Path(r['checkpoint']).resolve(): float(r['overall']) for r in json.loads(path.read_text())['runs']}
-        return runs[Path(run).resolve()]
+        found = json.loads(path.read_text())
+        if Path(found['data']).name == 'toy_blimp':
+            raise UserError(f'{path} holds a score on the toy pairs; the average needs BLiMP itself')
+        return {Path(r['checkpoint']).resolve(): float(r['overall']) for r in found['runs']}[Path(run).resolve()]
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f'{path} has no score of {run}, as eval_blimp.py --json writes it') from None
 
@@ -407,13 +409,12 @@ def read_arguments():
             raise ValueError
     except ValueError:
         raise UserError(f'--seeds {args.seeds}: different whole numbers with commas, as 3,12,42') from None
-    if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):      # now, not after the work
-        raise UserError(f'{args.json} cannot be written: it is a folder, or its folder does not exist')
     return args
 
 
 def main():
     args = read_arguments()
+    check_writable(args.json)
     machine = Machine(args.device)
     blimp = read_blimp(args.blimp, args.run) if args.blimp else None
     if args.data is None:
@@ -437,13 +438,12 @@ def main():
     for name in tasks:
         results.append(run_task(name, rows[name], model, tokenizer, args, machine))
         show(results[-1])
-    means = averages(results, blimp)
+        means = averages(results, blimp)
+        if args.json:                                    # after every task: what is done is not lost
+            write_json(args.json, dict(settings=vars(args), model=ckpt['model'], averages=means, tasks=results))
     for suite, value in means.items():
         about = f"{value['tasks']} of its {value['of']} tasks" if 'of' in value else f'with BLiMP {blimp:.2f}'
         print(f"{suite:21}{value['mean']:8.2f}   {about}")
-    if args.json:
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        write_json(args.json, dict(settings=settings, model=ckpt['model'], averages=means, tasks=results))
 
 
 if __name__ == '__main__':

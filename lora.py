@@ -43,7 +43,8 @@ class LowRank(nn.Module):
         a = self.a
         if self.training and self.dropout:
             a = a * F.dropout(a.new_ones(*a.shape[:-1], 1), self.dropout)       # one channel in or out, for all tokens
-        change = self.scale * (a @ self.b)
+        with torch.autocast(a.device.type, enabled=False):      # small, and added to a weight: in the weight's precision
+            change = self.scale * (a @ self.b)
         return weight + (change if weight.dim() == 3 else change.mT)
 
 

@@ -10,8 +10,8 @@ that it does not matter which modules an earlier token took. Attention is *stick
 in time, each key takes a share sigmoid(z) of what the later keys left of a stick of length 1. That favours the latest
 match, so no positional embedding is needed, and a model trained on T tokens runs at any length.
 
-Modules come and go after training. `insert_experts` adds new ones beside frozen old ones, to learn a new domain without
-forgetting; `prune_experts` removes those that a domain does not use, after `concentration` has made it use fewer.
+Modules come and go after training. `insert_experts` adds new ones beside frozen old ones, to learn a new domain and forget
+less of the old one (how much less: docs/moduleformer.md); `prune_experts` removes those that a domain does not use, after `concentration` has made it use fewer.
 
 What to look at first: `stick_weights`, where Eq. 3 and 4 are three lines, and `Router`, which chooses and holds all losses.
 
@@ -28,6 +28,7 @@ Departures from the paper, and gaps it leaves:
 Dimension letters, used as suffixes where routing makes shapes hard to see:
 B batch, T sequence, S keys (memory and sequence), N = B*T tokens, D width, E modules, K chosen per token, R = N*K rows that
 are computed, sorted by module, H heads, d width of a head, A = H*d width of an attention module, Q queries of a block.
+In Router alone, A and B are the paper's two matrices.
 """
 
 import math
@@ -323,12 +324,13 @@ class ModuleFormer(nn.Module):
 
     def features(self, idx, cache=None):
         """(B, T) token ids, T of any length -> final-norm states (B, T, D) and the auxiliary losses, each summed over all
-        routers. A cache (one (k, v) per layer, here keys and values of earlier tokens) is read and extended."""
+        routers. A cache (one (k, v) per layer, of earlier tokens) is read and extended."""
         x, aux = self.wte(idx), {}                                              # (B, T, D)
         for block in self.blocks:
             x, routers = block(x, cache)
             for losses in routers:
-                aux.update({name: aux.get(name, 0) + loss for name, loss in losses.items()})
+                for name, loss in losses.items():
+                    aux[name] = aux.get(name, 0) + loss
         return self.ln_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -341,7 +343,7 @@ class ModuleFormer(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. There is no limit to the context: the cache grows."""
+        """Continue (B, T) prompts. There is no limit to the context: the cache grows."""
         cache, new = [], idx                             # new: the tokens that the cache does not hold yet
         for _ in range(max_new_tokens):
             logits = self(new, cache=cache)[0][:, -1].float()
@@ -390,6 +392,8 @@ class ModuleFormer(nn.Module):
 
 def rebuild_with(model, state, **changes):
     """A model with another config and these weights, in the same mode; only what is inserted may be fresh."""
+    if hasattr(model, 'adapted'):
+        raise ValueError('the model has adapters: merge them first')
     new = ModuleFormer(ModuleFormerConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
     fresh = {name: p for name, p in new.state_dict().items() if name.endswith('.inserted')}
     new.load_state_dict({**fresh, **state})
@@ -409,11 +413,12 @@ def settle(model):
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     """Section 4.3: random new modules in every layer, beside the old ones, which are frozen. What trains besides the new
     modules and their embeddings A' -- `partial`: nothing (lifelong learning, where the old data is gone; restrain A' with
-    aux_weights = dict(rout_reg=...)); `full`: A, B, embedding and head (joint training on old and new data)."""
+    aux_weights = dict(rout_reg=...)); `full`: A, B, embedding and head (joint training on old and new data). The new modules
+    are random and may be chosen at once, so the model changes a little before it is trained."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
-    if min(n_att, n_ffd) < 0 or n_att + n_ffd == 0:
-        raise ValueError(f'n_att = {n_att} and n_ffd = {n_ffd} insert nothing')
+    if not (isinstance(n_att, int) and isinstance(n_ffd, int) and min(n_att, n_ffd) >= 0 < n_att + n_ffd):
+        raise ValueError(f'n_att = {n_att} and n_ffd = {n_ffd} should be whole numbers, and not both 0')
     if model.config.new_att or model.config.new_ffd:
         model = settle(model)                            # what was new before is old now
     new = rebuild_with(model, model.state_dict(), new_att=n_att, new_ffd=n_ffd)
@@ -452,6 +457,8 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     Frequencies are `usage` as count_usage gives it, or are counted on `batches`. In the result nothing is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
+    if not (isinstance(threshold, (int, float)) and threshold >= 0):
+        raise ValueError(f'threshold = {threshold} must be a number of at least 0')
     model = settle(model)
     usage = count_usage(model, batches or []) if usage is None else usage
     if not usage or not all(count.sum() > 0 for count in usage.values()):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from loader import as_tensor, val_batches
 from machine import Machine
 from moduleformer import count_usage, prune_experts
@@ -50,6 +50,9 @@ def main():
     parser.add_argument('--json', help='write the table there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
+    if args.batch_size < 1 or min(args.thresholds or [0]) < 0:
+        raise UserError('batch_size must be at least 1, and thresholds at least 0')
+    check_writable(args.json)
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     if ckpt['model'] != 'moduleformer':
@@ -60,8 +63,8 @@ def main():
         raise UserError(f'{folder} has another tokenizer than {args.run}')
     tokens, tokenizer = as_tensor(prepare.load_bin(folder, 'val'), machine.device), prepare.load_tokenizer(folder)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
-    fewest = min(len(m) for m in (s.weight for n, s in model.named_modules() if n.endswith('.A')))
-    thresholds = args.thresholds or [t * (1 if args.normalise == 'max' else 2 / fewest) for t in THRESHOLDS]
+    largest = 1 if args.normalise == 'max' else 1 / model.config.top_k      # no module has more of its pool's choices
+    thresholds = [0.0, *(t for t in args.thresholds or [t * largest for t in THRESHOLDS] if t)]       # 0: nothing is pruned
     rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine)
     print(f'{args.run} on {folder}: frequencies divided by the {args.normalise} of their pool')
     print('threshold   parameters left   modules left      loss    change')

@@ -26,7 +26,7 @@ class Settings:
     epoch_words: float | None = None       # an epoch ends after this many words; after all chunks if not given
     # how long
     epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut
-    max_iters: int | None = None           # steps; if given, epochs do not count; 0: print the plan and stop
+    max_iters: int | None = None           # steps; if given, epochs do not count; 0: print the plan and stop (after a surgery: save)
     batch_size: int = 16                   # chunks per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
     # optimiser

@@ -118,6 +118,14 @@ def build(ckpt, **changes):
     return model
 
 
+def freeze(model, ckpt):
+    """What the surgery of a run has frozen stays frozen when it goes on, or another run starts from it."""
+    for name, p in model.named_parameters():
+        if name in ckpt.get('frozen', []):
+            p.requires_grad_(False)
+    return model
+
+
 def load_checkpoint(path, device='cpu'):
     """-> (model in eval mode, the checkpoint's dictionary). What sample.py and the other tools use."""
     ckpt = read_checkpoint(path)
@@ -142,13 +150,14 @@ def initial_model(s, module, model_keys, corpus):
     ckpts = [read_checkpoint(path) for path in ([s.init_from] if isinstance(s.init_from, str) else s.init_from)]
     for ckpt in ckpts:
         if ckpt['model'] != s.model:
-            raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, but this config trains {s.model}.py")
+            raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, but this run trains {s.model}.py: "
+                            f"add --model={ckpt['model']}")
         if ckpt['tokenizer'] != corpus.hash:
             raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
     if not s.surgery:
         if len(ckpts) > 1:
             raise UserError('init_from names several runs: set the surgery that joins them')
-        return build(ckpts[0], **model_keys), None
+        return freeze(build(ckpts[0], **model_keys), ckpts[0]), None
     if set(model_keys) - {'vocab_size'}:
         raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
                         f'remove {next(iter(model_keys))}')
@@ -433,6 +442,8 @@ def check_resume(ckpt, s, model_keys, corpus, machine, say):
         if before != value and key in fixed:
             raise UserError(f'{s.out_dir} reads its data with {key} = {before!r}, not {value!r}: '
                             'resume with the same, or start a new run from it with --init_from')
+        if before != value and key in ('init_from', 'surgery', 'surgery_args'):
+            raise UserError(f'{s.out_dir} started with {key} = {before!r}, not {value!r}: resume with the same')
         if before != value and key not in ('resume', 'overwrite'):
             say(f'resume    {key} was {before!r}, is now {value!r}')
     if len(ckpt['ranks']) != machine.world:
@@ -496,8 +507,7 @@ def main():
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine, say)
         model = build(ckpt)
-        for name, p in model.named_parameters():
-            p.requires_grad_(name not in ckpt['frozen'])         # by the surgery that made it
+        freeze(model, ckpt)
     else:
         model, report = initial_model(s, module, model_keys, corpus)
     model.to(machine.device)
@@ -512,6 +522,8 @@ def main():
         trainer.run(ckpt, report)
     if max_iters:
         trainer.finish()
+    elif s.surgery:
+        say(f'saved     {s.out_dir}/ckpt.pt')
     if machine.world > 1:
         dist.destroy_process_group()
 

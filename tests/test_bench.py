@@ -93,6 +93,7 @@ def test_every_config_sweeps_and_variants(monkeypatch, tmp_path, capsys):
 
 def test_mistakes(monkeypatch):
     for args, message in ((['config/moep.py', '--n_blok=3'], 'n_block'), (['config/stlm_bytes.py'], 'chunks of bytes'),
+                          (['config/moduleformer_lifelong.py'], 'starts from another run'), (['config/moep.py', '--json=/none/b.json'], 'be written'),
                           (['config/moep.py', '--sweep=n_block'], 'n_block=2,4,8'), (['config/moep.py', '--batch_size=0'], 'at least 1'),
                           (['config/nothing.py'], 'nothing.py'), (['config/moep.py', '--sweep=n_block=1', '--vocab_size=64'], 'top_k')):
         monkeypatch.setattr(sys, 'argv', ['bench.py', *args, '--device=cpu'])

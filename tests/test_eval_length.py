@@ -35,7 +35,7 @@ def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):
     assert lines[5].startswith('moduleformer: trained at 128') and lines[6].startswith('llama: trained at 64')
     rows = json.loads((tmp_path / 'l.json').read_text())['runs']
     assert [len(row['loss']) for row in rows] == [160, 160] and [row['trained'] for row in rows] == [128, 64]
-    for args, message in (([smoke('config/moep.py'), '--length=128'], 'do not fit'), ([folder, '--length=0'], 'at least 1'),
+    for args, message in (([smoke('config/moep.py'), '--length=128'], 'table of 64 positions'), ([folder, '--length=0'], 'at least 1'),
                           ([folder, '--length=50000'], 'too few'), ([folder, '--data=nothing'], 'nothing'),
                           ([smoke('config/stlm_bytes.py')], 'chunks of bytes'),
                           ([folder, f'--data={data_dir}/toy_bytes'], 'chunks of bytes')):

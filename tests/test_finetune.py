@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,7 +203,7 @@ def test_all_tasks_of_a_folder(run, tiny, tmp_path):
     write_task(tmp_path, 'stsb', [{**row, 'label': row['label'] + 0.5} for row in pairs])
     write_task(tmp_path, 'boolq', [dict(passage=w * 9, question=w, label=i % 2) for i, w in enumerate(words)])
     write_task(tmp_path, 'multirc', [dict(paragraph='a', question='b', answer='c', label=0)], ['valid'])
-    (tmp_path / 'blimp.json').write_text(json.dumps(dict(runs=[dict(checkpoint=str(tiny), overall=70.0)])))
+    (tmp_path / 'blimp.json').write_text(json.dumps(dict(data='blimp', runs=[dict(checkpoint=str(tiny), overall=70.0)])))
     args = ['finetune.py', tiny, '--data', tmp_path, '--seeds=1,2', '--epochs=5', '--patience=2', '--batch_size=5', '--full', '--learning_rate=1e-4']
     done = run(*args, '--blimp', tmp_path / 'blimp.json', '--json', tmp_path / 'r.json')
     result = json.loads((tmp_path / 'r.json').read_text())
@@ -303,4 +304,10 @@ def test_mistakes(run, tiny, tmp_path):
         told(message, '--task=rte', *args)
     (tmp_path / 'b.json').write_text(json.dumps(dict(runs=[dict(checkpoint='out/other', overall=70.0)])))
     told('has no score of', '--task=rte', f'--blimp={tmp_path}/b.json')
+    (tmp_path / 'b.json').write_text(json.dumps(dict(data='data/toy_blimp', runs=[])))
+    told('toy pairs', '--task=rte', f'--blimp={tmp_path}/b.json')
+    (tmp_path / 'RTE').mkdir()
+    (tmp_path / 'RTE' / 'train.tsv').write_text('sentence1\tsentence2\tlabel\na\tb\t1\n')
+    told('rte is there twice', '--task=rte')
+    shutil.rmtree(tmp_path / 'RTE')
     assert run('finetune.py', tmp_path / 'nothing', '--data', tmp_path, '--task=rte', code=2).stderr.startswith('finetune.py: there is no checkpoint')

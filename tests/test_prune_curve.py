@@ -41,6 +41,7 @@ def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):
     assert rows[1]['modules'] == 4 / 12                  # two of four, two of eight
     assert len(done.stdout.splitlines()) == 4 and '100.0%' in done.stdout and '33.3%' in done.stdout
     for args, message in (([smoke('config/moep.py')], 'only a ModuleFormer'), ([folder, '--data=nothing'], 'nothing'),
+                          ([folder, '--batch_size=0'], 'at least 1'), ([folder, '--json=/none/c.json'], 'be written'),
                           ([folder, f'--data={data_dir}/toy_bytes'], 'another tokenizer')):
         monkeypatch.setattr(sys, 'argv', ['prune_curve.py', *map(str, args)])
         with pytest.raises(UserError, match=message):

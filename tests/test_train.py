@@ -306,7 +306,12 @@ def test_init_from_and_surgery(tiny, tmp_path):
     frozen = weights(tmp_path / 'frozen')
     for name, w in frozen.items():
         assert torch.equal(w, a[name]) == name.startswith('first.'), name
+    start(f'--init_from={tmp_path}/frozen', '--max_iters=2', out='onwards')     # or when another run starts from it
+    for name, w in weights(tmp_path / 'onwards').items():
+        assert torch.equal(w, frozen[name]) == name.startswith('first.'), name
     # mistakes
+    again = start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=6', '--resume', out='frozen', code=2)
+    assert "started with surgery = 'my_surgery.freeze'" in again.stderr
     for args, message in ((['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
                           (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'), (['--n_embd=32'], 'do not fit'),
                           ([f'--init_from=["{base}", "{base}"]'], 'surgery')):
