@@ -176,10 +176,12 @@ def attend(q, k, v, cache, layer, dropout):
         else:
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
-    mask = None                                          # a lone last query sees every key
-    if 1 < T < S:                                        # query t stands at position S - T + t
+    mask, causal = None, False                           # a lone last query sees every key
+    if T == S:
+        causal = True                                    # as a branch: torch.compile wants a plain bool for any length
+    elif T > 1:                                          # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S,
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
                                           enable_gqa=q.size(1) > k.size(1))
 
 

@@ -389,7 +389,7 @@ def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
 
 
 def test_losses_by_hand():
-    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2))
+    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2, sparse=True))
     with torch.no_grad():
         router.B.weight.copy_(torch.eye(3)), router.A.weight.copy_(torch.eye(3))
     prob = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.1, 0.7]])
@@ -403,14 +403,14 @@ def test_losses_by_hand():
     assert abs(found['mi'].item() + math.log(3)) < 1e-5 and abs(found['concentration'].item() - math.log(3)) < 1e-5
     found = router(99 * torch.eye(3)[[1, 1]])[2]         # collapsed
     assert abs(found['mi'].item()) < 1e-5 and abs(found['concentration'].item()) < 1e-5
-    wide = Router(3, 2, SimpleNamespace(n_embd=3, d_router=3, top_k=2))
+    wide = Router(3, 2, SimpleNamespace(n_embd=3, d_router=3, top_k=2, sparse=True))
     with torch.no_grad():
         [p.copy_(torch.arange(float(p.numel())).view_as(p)) for p in wide.parameters()]
     assert wide(torch.randn(4, 3))[2]['rout_reg'].item() == 0 + 1 + 4 + 9 + 16 + 25
 
 
 def test_losses_survive_a_certain_router():
-    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2))
+    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2, sparse=True))
     with torch.no_grad():
         router.B.weight.copy_(torch.eye(3)), router.A.weight.copy_(torch.eye(3))
     x = (1e4 * torch.eye(3)[[1, 1]]).requires_grad_()
@@ -425,7 +425,7 @@ def test_losses_survive_a_certain_router():
 def test_what_minimising_does(name):
     """mi: modules used alike, each token sure of its own; concentration: fewer modules."""
     torch.manual_seed(0)
-    router, x = Router(4, 0, SimpleNamespace(n_embd=8, d_router=16, top_k=2)), torch.randn(64, 8)
+    router, x = Router(4, 0, SimpleNamespace(n_embd=8, d_router=16, top_k=2, sparse=True)), torch.randn(64, 8)
     with torch.no_grad():
         [p.normal_(std=0.5) for p in router.parameters()]
     optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
@@ -740,8 +740,8 @@ def test_insertion_errors():
     model = make()
     with pytest.raises(ValueError, match='full or partial'):
         insert_experts(model, router='half')
-    for wrong in ((0, 0), (-1, 2), (2, -1)):
-        with pytest.raises(ValueError, match='insert nothing'):
+    for wrong in ((0, 0), (-1, 2), (2, -1), (0.5, 1)):
+        with pytest.raises(ValueError, match='not both 0'):
             insert_experts(model, *wrong)
     new = insert_experts(model)
     assert new.config.new_att == new.config.new_ffd == 1 and new.wte.weight.requires_grad    # one of each, full
