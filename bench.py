@@ -20,14 +20,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from errors import UserError, check_writable, run_main
 from eval_blimp import write_json
+from loader import Data
 from machine import Machine
 from moep import MoEP, MoEPConfig
 from settings import make_config, read_settings
-from train import make_optimizer, short, train_step
+from train import Stepper, make_optimizer, short
 
 ATTENTION = dict(      # the width of all heads that a token asks with, summed over layers; add your model's here
     moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
@@ -36,20 +38,15 @@ ATTENTION = dict(      # the width of all heads that a token asks with, summed o
     selfmoe=lambda c: c.n_layer * c.n_embd, stlm=lambda c: c.n_layer * c.n_embd)
 
 
-class RandomTokens:
-    """Stands for loader.Data: batches of random tokens that lie on the device already."""
+class RandomTokens(Data):
+    """Chunks of random tokens, read where chance wants it."""
 
     def __init__(self, vocab_size, rows, T, device):
-        self.tokens = torch.randint(vocab_size, (4, rows, T + 1), device=device)
-        self.position, self.starts, self.rows, self.T = 1, range(3), rows, T
+        self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
+        self.rows, self.T, self.pad, self.random = rows, T, -1, np.random.default_rng(0)
 
     def take(self, n):
-        self.position = self.position % 3 + 1
-        return range(n)
-
-    def batch(self, rows):
-        chunk = self.tokens[self.position, rows.start:rows.stop]
-        return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+        return self.random.integers(63 * (self.T + 1), size=n)
 
 
 def synchronize(machine):
@@ -102,12 +99,14 @@ def training(model, s, T, machine):
     optimizer = make_optimizer(model, s, machine)
     data = RandomTokens(model.config.vocab_size, s.batch_size * s.gradient_accumulation_steps, T, machine.device)
     compiled = torch.compile(model.train()) if s.compile or (s.compile is None and machine.cuda) else model.train()
-    memory = [[] for _ in range(s.gradient_accumulation_steps)]
-    step = lambda: train_step(compiled, optimizer, data, memory, s, machine, s.learning_rate)
+    stepper = Stepper(compiled, optimizer, data, None, replace(s, memory=0), machine)
+    step = lambda: stepper.step(s.learning_rate)
     step()                                               # compiles, and allocates the optimiser's state
     reset_memory(machine)
-    took = seconds(step, machine)
-    return dict(tokens_per_s=data.rows * T / took, ms=1e3 * took, gib=peak_memory(machine))
+    for _ in range(3 if machine.cuda else 0):            # the last of them as a CUDA graph, whose memory is as much as a plain
+        step()                                           # step's, but is not seen any more once it is replayed
+    gib, took = peak_memory(machine), seconds(step, machine)
+    return dict(tokens_per_s=data.rows * T / took, ms=1e3 * took, gib=gib)
 
 
 @torch.no_grad()

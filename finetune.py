@@ -36,7 +36,7 @@ from eval_blimp import write_json
 from lora import add_lora, merge_lora
 from machine import Machine
 from settings import Settings
-from train import learning_rate, load_checkpoint, make_optimizer, short
+from train import learning_rate, load_checkpoint, make_optimizer, set_rate, short
 
 
 @dataclass
@@ -301,8 +301,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
     for epoch in range(args.epochs):
         classifier.train()
         for rows, ids, last in train.batches(train.shuffled(seed, epoch, args.batch_size), args.batch_size):
-            for group in optimizer.param_groups:
-                group['lr'] = learning_rate(it, s, steps * args.epochs)
+            set_rate(optimizer, learning_rate(it, s, steps * args.epochs))
             with machine.autocast():
                 out = classifier(ids, last)
             y = train.labels[rows]

@@ -139,7 +139,7 @@ class Data:
 
     def batch(self, starts):
         """-> x, y of (B, T): y is x shifted by one, with -1 where nothing is to be predicted."""
-        starts = torch.from_numpy(starts).to(self.tokens.device, non_blocking=True)
+        starts = torch.as_tensor(starts, device=self.tokens.device)
         chunk = fetch(self.tokens, starts[:, None] + torch.arange(self.T + 1, device=starts.device))
         x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
         return x, y.masked_fill(y == self.pad, -1)

@@ -27,6 +27,7 @@ class Machine:
         self.dtype = torch.bfloat16 if dtype == 'bfloat16' or (dtype == 'auto' and self.cuda) else torch.float32
         if self.cuda:
             torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream())   # on the default stream no CUDA graph can be recorded
             torch.set_float32_matmul_precision('high')
         if self.world > 1:
             dist.init_process_group('nccl' if self.cuda else 'gloo')

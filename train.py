@@ -185,8 +185,15 @@ def make_optimizer(model, s, machine):
     decays = [p.dim() >= 2 and not n.endswith(('gain', 'bias')) for n, p in named]
     groups = [dict(params=[p for (_, p), d in zip(named, decays) if d], weight_decay=s.weight_decay),
               dict(params=[p for (_, p), d in zip(named, decays) if not d], weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), eps=s.eps,
+    lr = torch.tensor(s.learning_rate, device=machine.device) if machine.cuda else s.learning_rate
+    return torch.optim.AdamW(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps, capturable=machine.cuda,
                              fused=machine.device.type in ('cuda', 'cpu'))
+
+
+def set_rate(optimizer, lr):
+    """On a GPU the rate is a tensor: a CUDA graph reads it anew at every replay."""
+    for group in optimizer.param_groups:
+        group['lr'] = group['lr'].fill_(lr) if torch.is_tensor(group['lr']) else lr
 
 
 def learning_rate(it, s, max_iters):
@@ -209,15 +216,11 @@ def trim(cache, length):
     return [(k[:, :, -length:].detach(), v[:, :, -length:].detach()) for k, v in cache]
 
 
-def train_step(model, optimizer, data, memory, s, machine, lr):
-    """One update. Returns the mean loss and auxiliary values of this process's micro-batches, and the gradient norm.
-    The micro-batches of a step are dealt to the processes in turn, so that W processes with A micro-batches each
-    see what one process with W*A sees."""
-    A, B, world = s.gradient_accumulation_steps, s.batch_size, machine.world
-    if s.memory and data.position in (0, len(data.starts)):
-        memory[:] = [[] for _ in range(A)]               # a new epoch: nothing came before
-    starts = data.take(A * B * world)
-    mean = {}
+def train_step(model, optimizer, data, starts, memory, s, machine):
+    """One update from the chunks at `starts`. Returns the mean loss and auxiliary values of this process's micro-batches,
+    and the gradient norm. The micro-batches of a step are dealt to the processes in turn, so that W processes with A
+    micro-batches each see what one process with W*A sees."""
+    A, B, world, mean = s.gradient_accumulation_steps, s.batch_size, machine.world, {}
     for a in range(A):
         m = a * world + machine.rank
         x, y = data.batch(starts[m * B:(m + 1) * B])
@@ -232,11 +235,49 @@ def train_step(model, optimizer, data, memory, s, machine, lr):
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / A
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
-    for group in optimizer.param_groups:
-        group['lr'] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return mean, norm
+
+
+class Stepper:
+    """One train_step after another. On one GPU the fourth is recorded as a CUDA graph, from the data to the optimiser, and
+    replayed from then on: the host starts one thing per step instead of a thousand kernels, for which a small model would
+    wait. What changes between steps lies in tensors: `starts`, the learning rate, a scheduled dropout."""
+
+    def __init__(self, model, optimizer, data, memory, s, machine):
+        self.model, self.optimizer, self.data, self.memory, self.s, self.machine = model, optimizer, data, memory, s, machine
+        self.starts = torch.zeros(data.rows, dtype=torch.long, device=machine.device)
+        possible = machine.cuda and machine.world == 1 and not s.memory      # a memory's tensors are new ones at every step
+        self.plain_steps = 3 if possible and s.graph is not False else math.inf
+        self.graph = None
+
+    def plain(self):
+        return train_step(self.model, self.optimizer, self.data, self.starts, self.memory, self.s, self.machine)
+
+    def step(self, lr):
+        if self.s.memory and self.data.position in (0, len(self.data.starts)):
+            self.memory[:] = [[] for _ in self.memory]   # a new epoch: nothing came before
+        self.starts.copy_(torch.from_numpy(self.data.take(self.data.rows)))
+        set_rate(self.optimizer, lr)
+        if self.graph is None and self.plain_steps <= 0:
+            self.record()
+        if self.graph is None:                           # plain steps also compile, and allocate the optimiser's state
+            self.plain_steps -= 1
+            return self.plain()
+        self.graph.replay()
+        return self.result                               # in the same tensors every time
+
+    def record(self):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                self.result = self.plain()               # only recorded
+            self.graph = graph
+        except RuntimeError as e:                        # as of a model that waits for the device
+            tqdm.write(f'graph     not possible, plain steps instead ({str(e).splitlines()[0]})')
+            self.optimizer.zero_grad(set_to_none=True)
+            self.plain_steps = math.inf
 
 
 class Trainer:
@@ -360,7 +401,7 @@ class Trainer:
             self.log(surgery=report)
         if s.dropout_schedule != 'constant':
             self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
-        model = self.wrap()
+        stepper = Stepper(self.wrap(), self.optimizer, data, self.memory, s, machine)
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]
@@ -389,7 +430,7 @@ class Trainer:
                 also['dropout'] = dropout_rate(self.it, s, self.max_iters, self.model.config.dropout)
             if s.dropout_schedule != 'constant':
                 self.model.set_dropout(also['dropout'])
-            mean, norm = train_step(model, self.optimizer, data, self.memory, s, machine, lr)
+            mean, norm = stepper.step(lr)
             self.it, tokens = self.it + 1, tokens + data.rows * data.T
             self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; the device is not waited for
             if self.due(s.log_interval):

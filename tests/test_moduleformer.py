@@ -682,7 +682,7 @@ def test_inserted_modules_that_nobody_takes_change_nothing(router, changes):
 
 def train_20(model, **weights):
     s = SimpleNamespace(weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
-    optimizer = train.make_optimizer(model, s, SimpleNamespace(device=torch.device('cpu')))
+    optimizer = train.make_optimizer(model, s, SimpleNamespace(device=torch.device('cpu'), cuda=False))
     x = tokens(4, 8, seed=5)
     for _ in range(20):
         optimizer.zero_grad()
