@@ -29,7 +29,7 @@ from loader import Data
 from machine import Machine
 from moep import MoEP, MoEPConfig
 from settings import make_config, read_settings
-from train import Stepper, make_optimizer, short
+from train import FASTER, Stepper, make_optimizer, short
 
 ATTENTION = dict(      # the width of all heads that a token asks with, summed over layers; add your model's here
     moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
@@ -98,7 +98,7 @@ def training(model, s, T, machine):
     """One training step after another, as train.py takes them."""
     optimizer = make_optimizer(model, s, machine)
     data = RandomTokens(model.config.vocab_size, s.batch_size * s.gradient_accumulation_steps, T, machine.device)
-    compiled = torch.compile(model.train()) if s.compile or (s.compile is None and machine.cuda) else model.train()
+    compiled = torch.compile(model.train(), options=FASTER) if s.compile or (s.compile is None and machine.cuda) else model.train()
     stepper = Stepper(compiled, optimizer, data, None, replace(s, memory=0), machine)
     step = lambda: stepper.step(s.learning_rate)
     step()                                               # compiles, and allocates the optimiser's state

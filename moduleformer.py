@@ -85,38 +85,39 @@ def per_layer(number, config):
 # Stick-breaking attention
 
 
-def stick_weights(q, k, first):
-    """Eq. 3 and 4 for queries (B, H, Q, K, d) at positions first, first + 1, ... and keys (B, H, S, d):
+def stick_weights(q, k):
+    """Eq. 3 and 4 for queries (B, H, Q, K, d) and keys (B, H, S, d), latest first, of which the first Q are the queries' own:
     -> logits z and weights p, (B, H, Q*K, S). What is left of the stick attends to nothing.
     log p_i = log sigmoid(z_i) + sum_{i<j<=t} log(1 - sigmoid(z_j)) = z_i + sum_{i<=j<=t} log sigmoid(-z_j)"""
     wide = torch.promote_types(q.dtype, torch.float32)          # a sum over all keys: bfloat16 would lose the early ones
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(q.size(-1))
-    future = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)    # (Q, S)
-    z = z.masked_fill(future.repeat_interleave(q.size(3), 0), -math.inf)                            # takes nothing
-    left = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)        # from the query backwards
-    return z, (z + left).exp()
+    t, place = torch.arange(q.size(2), device=q.device), torch.arange(k.size(2), device=q.device)
+    future = place < q.size(2) - 1 - t.repeat_interleave(q.size(3))[:, None]                        # (Q*K, S)
+    z = z.masked_fill(future, -math.inf)                        # takes nothing
+    return z, (z + F.logsigmoid(-z).cumsum(-1)).exp()           # from the query backwards
 
 
 def query_blocks(q, k, size):
-    """(tokens, position of the first of them, number of keys that they may see) for each block of `size` tokens."""
-    past = k.size(2) - q.size(2)
-    for start in range(0, q.size(2), size):
-        stop = min(start + size, q.size(2))
-        yield slice(start, stop), past + start, past + stop
+    """(tokens, keys that they may see) for each block of `size` tokens; keys lie latest first."""
+    T, S = q.size(2), k.size(2)
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        yield slice(start, stop), slice(T - stop, S)
 
 
 class StickBreaking(torch.autograd.Function):
     """Attention (Eq. 5's sum over the values) of (B, H, T, K, d) queries, K for each token, to (B, H, S, d) keys and values,
     of which the last T are the tokens' own. Only one block of queries has its weights in memory at a time, B*H*size*K*S
-    of them instead of B*H*T*K*S: they are not kept for backward, but computed again."""
+    of them instead of B*H*T*K*S: they are not kept for backward, but computed again. The stick is broken from the query
+    backwards, so keys and values are turned round first: that is cheaper than to turn the weights."""
 
     @staticmethod
     def forward(ctx, q, k, v, size):
         ctx.save_for_backward(q, k, v)
-        ctx.size, outputs = size, []
-        for here, first, end in query_blocks(q, k, size):
-            _, p = stick_weights(q[:, :, here], k[:, :, :end], first)
-            outputs.append((p.type_as(v) @ v[:, :, :end]).view_as(q[:, :, here]))
+        ctx.size, outputs, k, v = size, [], k.flip(2), v.flip(2)
+        for here, seen in query_blocks(q, k, size):
+            _, p = stick_weights(q[:, :, here], k[:, :, seen])
+            outputs.append((p.type_as(v) @ v[:, :, seen]).view_as(q[:, :, here]))
         return torch.cat(outputs, 2)
 
     @staticmethod
@@ -124,22 +125,44 @@ class StickBreaking(torch.autograd.Function):
         """Let g_i = p_i * dL/dp_i. Raising z_j lets key j take more, and takes sigmoid(z_j) of it from every key at or
         before j: dL/dz_j = g_j - sigmoid(z_j) * sum_{i<=j} g_i."""
         q, k, v = ctx.saved_tensors
+        k, v = k.flip(2), v.flip(2)
         wide = torch.promote_types(q.dtype, torch.float32)      # blocks add up: in bfloat16 the last ones would be lost
         dq, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for here, first, end in query_blocks(q, k, ctx.size):
-            q_here, k_seen, v_seen = q[:, :, here], k[:, :, :end], v[:, :, :end]
+        for here, seen in query_blocks(q, k, ctx.size):
+            q_here, k_seen, v_seen = q[:, :, here], k[:, :, seen], v[:, :, seen]
             grad_here = grad[:, :, here].flatten(2, 3)          # (B, H, Q*K, d)
-            z, p = stick_weights(q_here, k_seen, first)
+            z, p = stick_weights(q_here, k_seen)
             g = p * (grad_here @ v_seen.transpose(2, 3))
-            dz = ((g - z.sigmoid() * g.cumsum(-1)) / math.sqrt(q.size(-1))).type_as(q)
+            before = g.sum(-1, keepdim=True) - g.cumsum(-1) + g
+            dz = ((g - z.sigmoid() * before) / math.sqrt(q.size(-1))).type_as(q)
             dq.append((dz @ k_seen).view_as(q_here))
-            dk[:, :, :end] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
-            dv[:, :, :end] += p.type_as(v).transpose(2, 3) @ grad_here
-        return torch.cat(dq, 2), dk.type_as(k), dv.type_as(v), None
+            dk[:, :, seen] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
+            dv[:, :, seen] += p.type_as(v).transpose(2, 3) @ grad_here
+        return torch.cat(dq, 2), dk.type_as(k).flip(2), dv.type_as(v).flip(2), None
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Routing: who goes where, and the rows that are then computed
+
+
+class GroupedProduct(torch.autograd.Function):
+    """torch's grouped product. Its own gradient of the weights lets one processor add up all rows of a group for a tile of the
+    matrix: with few groups most of a GPU idles. Here a group is cut into parts, whose sums are added up at the end."""
+
+    @staticmethod
+    def forward(ctx, x_RD, w_EDF, ends_E):
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        grad_RF, parts = grad_RF.contiguous(), max(1, 32 // len(w_EDF))
+        sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
+        ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends).unflatten(0, (-1, parts)).sum(1)
+        return F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), dw, None
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
@@ -152,9 +175,46 @@ def grouped_mm(x_RD, w_EDF, ends_E):
     dtypes = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if x_RD.device.type in ('cuda', 'cpu') and x_RD.dtype in dtypes and aligned:
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
+
+
+class Gather(torch.autograd.Function):
+    """x[index], with a gradient that is gathered too (torch would add it up row by row): readers (M, J) tells which rows of the
+    result read each of x's M rows; -1: none."""
+
+    @staticmethod
+    def forward(ctx, x, index, readers):
+        ctx.save_for_backward(readers)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        readers, = ctx.saved_tensors
+        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
+        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
+
+
+def order_by_choice(choice_NK, n_choices):
+    """The N*K (token, k) pairs as rows, ordered by choice and then by token: -> the pair of each row, the row of each pair, the
+    end row of each group (int32). It takes no sort, one count through all groups: a pair's row is the number of pairs before."""
+    choice = choice_NK.flatten()
+    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
+    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
+    row = count_ER.gather(0, choice[None])[0].long() - 1
+    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
+    return pair, row, count_ER[:, -1].contiguous()
+
+
+def top_k(prob_NE, k):
+    """The k largest of each row and where they are: topk, but many times faster where E is small."""
+    choices, left_NE = [], prob_NE.detach()
+    for _ in range(k):
+        choices.append(left_NE.argmax(-1, keepdim=True))
+        left_NE = left_NE.masked_fill(torch.arange(prob_NE.size(1), device=prob_NE.device) == choices[-1], -1)
+    choice_NK = torch.cat(choices, 1)
+    return prob_NE.gather(1, choice_NK), choice_NK
 
 
 class Dispatch:
@@ -162,19 +222,17 @@ class Dispatch:
     however unequal the groups. No token is dropped."""
 
     def __init__(self, choice_NK, n_modules):
-        choice_R, order_R = choice_NK.flatten().sort(stable=True)
-        is_RE = choice_R[:, None] == torch.arange(n_modules, device=choice_R.device)
-        self.ends_E = is_RE.sum(0).cumsum(0).to(torch.int32)
-        self.order_R, self.place_NK, self.K = order_R, order_R.argsort(), choice_NK.size(1)
+        self.pair_R, self.row, self.ends_E = order_by_choice(choice_NK, n_modules)
+        self.row_NK, self.K = self.row.view_as(choice_NK), choice_NK.size(1)
 
     def spread(self, x_ND):                              # every row gets its token's vector
-        return x_ND.index_select(0, self.order_R // self.K)
+        return Gather.apply(x_ND, self.pair_R // self.K, self.row_NK)
 
     def sort(self, x_NKD):                               # (token, k) pairs to rows
-        return x_NKD.flatten(0, 1).index_select(0, self.order_R)
+        return Gather.apply(x_NKD.flatten(0, 1), self.pair_R, self.row[:, None])
 
     def restore(self, y_RD):                             # rows to (token, k) pairs
-        return y_RD.index_select(0, self.place_NK).view(-1, self.K, y_RD.size(1))
+        return Gather.apply(y_RD, self.row, self.pair_R[:, None]).view(-1, self.K, y_RD.size(1))
 
     def combine(self, y_RD, gate_NK):                    # weighted and summed over the K
         return (gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
@@ -208,7 +266,7 @@ class Router(nn.Module):
             h_NE = F.linear(F.relu(self.B(x_ND.to(self.B.weight.dtype))), self.A())
             log_prob_NE = F.log_softmax(h_NE, -1)
             prob_NE = log_prob_NE.exp()
-            gate_NK, choice_NK = prob_NE.topk(self.top_k)
+            gate_NK, choice_NK = top_k(prob_NE, self.top_k)
             p_E = prob_NE.mean(0)                                               # p(m), every token as likely
             entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                  # H(m)
             conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()       # H(m | x)
@@ -299,6 +357,17 @@ class Block(nn.Module):
         return x + y, [att_losses, ffd_losses]
 
 
+def head_loss(x, weight, targets, reduction):
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
+    to read than odd rows; those that are not in the vocabulary count nothing."""
+    V, extra = len(weight), -len(weight) % 64 if x.is_cuda else 0
+    logits = F.linear(x, F.pad(weight, (0, 0, 0, extra)) if extra else weight).flatten(0, 1)
+    if extra:
+        logits = logits.masked_fill(torch.arange(V + extra, device=x.device) >= V, -math.inf)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss if reduction == 'mean' else loss.view_as(targets)
+
+
 class ModuleFormer(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -335,11 +404,9 @@ class ModuleFormer(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         x, aux = self.features(idx, cache)
-        logits = self.head(x)
         if targets is None:
-            return logits, None, aux
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-        return None, loss if reduction == 'mean' else loss.view_as(targets), aux
+            return self.head(x), None, aux
+        return None, head_loss(x, self.head.weight, targets, reduction), aux
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):

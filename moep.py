@@ -11,23 +11,21 @@ A block's attention reads the keys and values of *all* earlier tokens, whether o
 no parallel layers this file is the paper's GPT-2 baseline; with `swiglu` it is MoEP-SwiGLU.
 
 What to look at first: `ParallelLayer.forward`. The authors' release runs every block on every token and throws
-half of it away (`sparse=False` here, the reference). By default only what is chosen is computed: queries, keys
-and values of all P blocks in one projection and one attention call, then output projection and FFN for the chosen
-(token, block) pairs alone, sorted by block and multiplied by a grouped matrix product. Same numbers, tested.
+half of it away (as `sparse=False` does here, the reference). By default only what is chosen is computed: queries, keys
+and values of all P blocks in one attention call, then output projection and FFN for the chosen (token, block) pairs
+alone, ordered by block and multiplied by a grouped matrix product. Same numbers, tested.
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. We default to the Switch form that the
   release uses; `entropy` is the printed one with its sign turned, `printed` is the formula to the letter.
 - At top_k = 1 the renormalised weight is always 1: the router then learns from the balance loss alone.
 - The paper says only that the chosen outputs "are summed". That they are weighted, that the weights are renormalised,
-  and that attention reads all earlier tokens is our reading; so are a tied head and biases in experts.
-- Routers read the stream as it is, without a norm, and have no bias ("size d_P x P").
-- The paper gives no initialisation. We take GPT-2's, except for shrink and grow: they are no branches beside the
-  stream but the stream itself, and keep its size. With 0.02 there, learning is far slower (docs/moep.md).
+  and that attention reads all earlier tokens is our reading; so are a tied head, biases in experts, none in routers.
+- The paper gives no initialisation. We take GPT-2's, but shrink and grow keep the stream's size (docs/moep.md).
 
-Dimension letters, used as suffixes where routing makes shapes hard to see:
-B batch, T sequence, N = B*T tokens, D width, H heads, P parallel blocks, E choices (experts, or blocks: then E = P),
-K chosen per token, R rows that are computed (N*K when sparse, sorted by choice), F another width, V vocabulary.
+Dimension letters, as suffixes where routing makes shapes hard to see: B batch, T sequence, N = B*T tokens, D width,
+H heads, P parallel blocks, E choices (experts, or blocks: then E = P), K chosen per token, R = N*K rows that are
+computed, sorted by choice, F another width, V vocabulary.
 """
 
 import math
@@ -76,6 +74,26 @@ class MoEPConfig:
 # Routing: who goes where, and the rows that are then computed
 
 
+class GroupedProduct(torch.autograd.Function):
+    """torch's grouped product. Its own gradient of the weights lets one processor add up all rows of a group for a tile of the
+    matrix: with few groups most of a GPU idles. Here a group is cut into parts, whose sums are added up at the end."""
+
+    @staticmethod
+    def forward(ctx, x_RD, w_EDF, ends_E):
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        grad_RF, parts = grad_RF.contiguous(), max(1, 32 // len(w_EDF))
+        sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
+        ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends).unflatten(0, (-1, parts)).sum(1)
+        return F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), dw, None
+
+
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each times its own group's matrix; ends_E (int32) is the end row of each group.
     Autocast does not reach this product, so its dtype is applied here. Where torch has no kernel (Apple's mps, float64,
@@ -86,55 +104,88 @@ def grouped_mm(x_RD, w_EDF, ends_E):
     dtypes = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if x_RD.device.type in ('cuda', 'cpu') and x_RD.dtype in dtypes and aligned:
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
 
 
-class SparseRows:
+class Gather(torch.autograd.Function):
+    """x[index], with a gradient that is gathered too (torch would add it up row by row): readers (M, J) tells which rows of the
+    result read each of x's M rows; -1: none."""
+
+    @staticmethod
+    def forward(ctx, x, index, readers):
+        ctx.save_for_backward(readers)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        readers, = ctx.saved_tensors
+        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
+        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
+
+
+def order_by_choice(choice_NK, n_choices):
+    """The N*K (token, k) pairs as rows, ordered by choice and then by token: -> the pair of each row, the row of each pair, the
+    end row of each group (int32). It takes no sort, one count through all groups: a pair's row is the number of pairs before."""
+    choice = choice_NK.flatten()
+    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
+    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
+    row = count_ER.gather(0, choice[None])[0].long() - 1
+    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
+    return pair, row, count_ER[:, -1].contiguous()
+
+
+def top_k(prob_NE, k):
+    """The k largest of each row and where they are: topk, but many times faster where E is small."""
+    choices, left_NE = [], prob_NE.detach()
+    for _ in range(k):
+        choices.append(left_NE.argmax(-1, keepdim=True))
+        left_NE = left_NE.masked_fill(torch.arange(prob_NE.size(1), device=prob_NE.device) == choices[-1], -1)
+    choice_NK = torch.cat(choices, 1)
+    return prob_NE.gather(1, choice_NK), choice_NK
+
+
+class GroupBias(torch.autograd.Function):
+    """b[choice], with a gradient (a sum over the rows of each choice) that is a matrix product; E padded to eights is faster."""
+
+    @staticmethod
+    def forward(ctx, b_EF, choice_R):
+        ctx.save_for_backward(choice_R, torch.arange(len(b_EF) + -len(b_EF) % 8, device=b_EF.device))
+        ctx.n = len(b_EF)
+        return b_EF.index_select(0, choice_R)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        choice_R, choices = ctx.saved_tensors
+        return ((choices[:, None] == choice_R).to(grad_RF.dtype) @ grad_RF)[:ctx.n], None
+
+
+class Rows:
     """N tokens that chose K of E each, as R = N*K rows sorted by choice: one contiguous group of rows per choice."""
 
     def __init__(self, choice_NK, n_choices):
-        self.choice_NK = choice_NK
-        choice, order = choice_NK.flatten().sort(stable=True)
-        self.token = order // choice_NK.size(1)          # (R,) the token that a row belongs to
-        self.choice = choice                             # (R,) the block or expert that works on it
-        self.place = order.argsort()                     # (N*K,) the row of each (token, k) pair
-        self.onehot_RE = choice[:, None] == torch.arange(n_choices, device=choice.device)
-        self.ends_E = self.onehot_RE.sum(0).cumsum(0).to(torch.int32)
+        self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
+        self.choice_NK, self.row_NK = choice_NK, self.row.view_as(choice_NK)
+        self.token = self.pair // choice_NK.size(1)      # (R,) the token that a row belongs to
+        self.choice = choice_NK.flatten()[self.pair]     # (R,) the block or expert that works on it
 
     def spread(self, x_ND):                              # every row gets its token's vector
-        return x_ND.index_select(0, self.token)
+        return Gather.apply(x_ND, self.token, self.row_NK)
 
     def pick(self, x_NED):                               # every row gets what its own choice made of its token
-        return x_NED.flatten(0, 1).index_select(0, self.token * x_NED.size(1) + self.choice)
+        E = x_NED.size(1)
+        chose_NKE = self.choice_NK[:, :, None] == torch.arange(E, device=x_NED.device)
+        readers_NE = (chose_NKE * (self.row_NK[:, :, None] + 1)).sum(1) - 1     # a row, or -1
+        return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, readers_NE.view(-1, 1))
 
-    def linear(self, x_RD, w_EDF, b_EF):                 # a bias by one-hot product: its gradient is a product too
-        return grouped_mm(x_RD, w_EDF, self.ends_E) + self.onehot_RE.to(x_RD.dtype) @ b_EF
+    def linear(self, x_RD, w_EDF, b_EF):
+        y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
+        return y_RF + GroupBias.apply(b_EF.to(y_RF.dtype), self.choice)
 
     def combine(self, y_RD, gate_NK):                    # back in token order, weighted and summed over the K
-        y_NKD = y_RD.index_select(0, self.place).view(*self.choice_NK.shape, -1)
+        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.choice_NK.shape, -1)
         return (gate_NK[:, :, None] * y_NKD).sum(1)
-
-
-class DenseRows:
-    """The reference: the same methods with every choice computed on every token, as E x N rows."""
-
-    def __init__(self, choice_NK, n_choices):
-        self.choice_NK, self.n_choices = choice_NK, n_choices
-
-    def spread(self, x_ND):
-        return x_ND.expand(self.n_choices, -1, -1)
-
-    def pick(self, x_NED):
-        return x_NED.transpose(0, 1)
-
-    def linear(self, x_END, w_EDF, b_EF):
-        return x_END @ w_EDF + b_EF[:, None]
-
-    def combine(self, y_END, gate_NK):
-        gate_NE = gate_NK.new_zeros(y_END.size(1), self.n_choices).scatter(1, self.choice_NK, gate_NK)
-        return (gate_NE.T[:, :, None] * y_END).sum(0)
 
 
 class Router(nn.Module):
@@ -143,15 +194,17 @@ class Router(nn.Module):
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.linear = nn.Linear(d, n_choices, bias=False)
-        self.n_choices, self.top_k, self.balance = n_choices, config.top_k, config.balance
-        self.rows = SparseRows if config.sparse else DenseRows
+        self.n_choices, self.top_k, self.balance, self.sparse = n_choices, config.top_k, config.balance, config.sparse
 
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        gate_NK, choice_NK = prob_NE.topk(self.top_k)
-        gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, self.rows(choice_NK, self.n_choices), self.balance_loss(prob_NE, choice_NK)
+        gate_NK, choice_NK = top_k(prob_NE, self.top_k)
+        gate_NK, balance = gate_NK / gate_NK.sum(-1, keepdim=True), self.balance_loss(prob_NE, choice_NK)
+        if not self.sparse:                              # K = E choices, with a gate of 0 for those not chosen
+            gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(self.n_choices, device=x_ND.device).expand_as(prob_NE)
+        return gate_NK, Rows(choice_NK, self.n_choices), balance
 
     def balance_loss(self, prob_NE, choice_NK):          # section 3.4
         p_E = prob_NE.mean(0)                            # p_i: "the average routing probability over a batch"
@@ -199,10 +252,8 @@ class Block(nn.Module):
         super().__init__()
         D, self.n_head, self.layer, self.swiglu = config.n_embd, config.n_head, layer, config.swiglu
         self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.qkv = nn.Linear(D, 3 * D)
-        self.proj = nn.Linear(D, D)
-        self.fc = nn.Linear(D, (8 if config.swiglu else 4) * D)
-        self.down = nn.Linear(4 * D, D)
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.fc, self.down = nn.Linear(D, (8 if config.swiglu else 4) * D), nn.Linear(4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache=None):
@@ -222,15 +273,14 @@ def fold(ln_gain_PD, ln_bias_PD, w_PDF, b_PF):
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token's output is the weighted sum of the K it chose:
         out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
-    The residual stream runs inside each block; since the gates sum to 1, x passes through exactly once."""
+    The residual stream runs inside each block. Since the gates sum to 1, that is x[t] and the gated sum of what they add."""
 
     def __init__(self, config, layer):
         super().__init__()
         P, D, self.n_head, self.layer = config.n_block, config.n_embd_parallel, config.n_head_parallel, layer
         F_in, self.swiglu = (8 if config.swiglu else 4) * D, config.swiglu
         self.router = Router(D, P, config)
-        # stacked parameters: an unchosen block has a zero gradient, not none. train.py decays matrices; vectors
-        # that are stacked look like matrices too, and are known by names that end in 'gain' or 'bias'
+        # stacked: an unchosen block has a zero gradient, not none. Stacked vectors are named ...gain, ...bias: no decay
         self.ln_1_gain, self.ln_1_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.ln_2_gain, self.ln_2_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.qkv, self.qkv_bias = nn.Parameter(torch.empty(P, D, 3 * D)), nn.Parameter(torch.zeros(P, 3 * D))
@@ -243,10 +293,9 @@ class ParallelLayer(nn.Module):
         """All P blocks attend for all tokens: any later token may ask for any block's keys and values."""
         (B, T, D), P = x.shape, self.qkv.size(0)
         w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
-        w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).reshape(3 * P * D, D)    # q of all blocks, then k, then v
-        b = b_PF.view(P, 3, D).transpose(0, 1).flatten()
-        qkv = F.linear(F.layer_norm(x, (D,)), w, b).view(B, T, 3, P * self.n_head, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                    # each (B, P*H, T, d)
+        w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).flatten(1, 2)            # (3, P*D, D): q of all blocks, k, v
+        b, n = b_PF.view(P, 3, D).transpose(0, 1).flatten(1), F.layer_norm(x, (D,))
+        q, k, v = (F.linear(n, w[i], b[i]).view(B, T, P * self.n_head, -1).transpose(1, 2) for i in range(3))
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         return y.transpose(1, 2).reshape(B * T, P, D)
 
@@ -255,11 +304,11 @@ class ParallelLayer(nn.Module):
         y_NPD = self.attention(x, cache)
         gate_NK, rows, balance = self.router(x_ND)
         # from here on only the chosen: R rows, each with the weights of its own block
-        x_RD = rows.spread(x_ND) + self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
+        att_RD = self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
         fc = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
-        h_RF = activate(rows.linear(F.layer_norm(x_RD, x_RD.shape[-1:]), *fc), self.swiglu)
-        x_RD = x_RD + self.dropout(rows.linear(h_RF, self.down, self.down_bias))
-        return rows.combine(x_RD, gate_NK).view_as(x), balance
+        h_RF = activate(rows.linear(F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:]), *fc), self.swiglu)
+        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
+        return x + rows.combine(att_RD + ffn_RD, gate_NK).view_as(x), balance
 
 
 class MoE(nn.Module):
@@ -271,8 +320,8 @@ class MoE(nn.Module):
         self.router = Router(d_in, E, config)
         if self.swiglu:
             self.fc, self.fc_bias = nn.Parameter(torch.empty(E, d_in, 2 * hidden)), nn.Parameter(torch.zeros(E, 2 * hidden))
-        d_down = hidden if self.swiglu else d_in
-        self.down, self.down_bias = nn.Parameter(torch.empty(E, d_down, d_out)), nn.Parameter(torch.zeros(E, d_out))
+        self.down = nn.Parameter(torch.empty(E, hidden if self.swiglu else d_in, d_out))
+        self.down_bias = nn.Parameter(torch.zeros(E, d_out))
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
@@ -280,8 +329,7 @@ class MoE(nn.Module):
         h_RF = rows.spread(x_ND)
         if self.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
-        y_RD = rows.linear(h_RF, self.down, self.down_bias)
-        return rows.combine(y_RD, gate_NK).view(*x.shape[:2], -1), balance
+        return rows.combine(rows.linear(h_RF, self.down, self.down_bias), gate_NK).unflatten(0, x.shape[:2]), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -306,9 +354,8 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's: matrices from N(0, 0.02), smaller where they write to the residual stream, biases zero. Shrink and
-        grow are the stream itself and keep its size: 1/sqrt(fan-in) for linear experts. A SwiGLU expert is quadratic
-        for small inputs, so its first map also lifts the young stream to size 1, and its second brings it back."""
+        """GPT-2's, but shrink and grow are the stream itself and keep its size: 1/sqrt(fan-in) for linear experts. A SwiGLU expert
+        is quadratic for small inputs, so its first map also lifts the young stream to size 1, and its second brings it back."""
         depth = self.config.n_layer + self.config.n_parallel
         young = 0.02 * math.sqrt(2)                      # the stream's size at the start: two embeddings
         for name, p in self.named_parameters():
@@ -329,8 +376,7 @@ class MoEP(nn.Module):
         if past + idx.size(1) > self.config.block_size:
             raise ValueError(f'{past + idx.size(1)} tokens are more than the block_size of {self.config.block_size}')
         pos = torch.arange(past, past + idx.size(1), device=idx.device)
-        x = self.dropout(self.wte(idx) + self.wpe(pos))                         # (B, T, d_L)
-        aux = {}
+        x, aux = self.dropout(self.wte(idx) + self.wpe(pos)), {}                # (B, T, d_L)
         for block in self.first:
             x = block(x, cache)
         if self.config.n_parallel:
@@ -391,8 +437,8 @@ class MoEP(nn.Module):
         return found                                     # in the order in which a token meets them
 
     def count_params(self):
-        """Total, and active: what multiplies a token on the sparse path. The head counts (once), the position table is
-        only looked up; of a parallel layer all queries, keys and values count, but K of P output projections and FFNs."""
+        """Total, and active: what multiplies a token on the sparse path. The head counts, the position table does not; of a
+        parallel layer all queries, keys and values, but K of P output projections and FFNs."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()
         for name, p in self.named_parameters():

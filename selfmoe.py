@@ -82,8 +82,9 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # compiled: one table for all layers
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).type_as(x)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
 def attend(q, k, v, cache, layer, dropout):
@@ -108,6 +109,26 @@ def attend(q, k, v, cache, layer, dropout):
 # Feed-forward: one SwiGLU, or E of them behind a router
 
 
+class GroupedProduct(torch.autograd.Function):
+    """torch's grouped product. Its own gradient of the weights lets one processor add up all rows of a group for a tile of the
+    matrix: with few groups most of a GPU idles. Here a group is cut into parts, whose sums are added up at the end."""
+
+    @staticmethod
+    def forward(ctx, x_RD, w_EDF, ends_E):
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        grad_RF, parts = grad_RF.contiguous(), max(1, 32 // len(w_EDF))
+        sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
+        ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends).unflatten(0, (-1, parts)).sum(1)
+        return F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), dw, None
+
+
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each times its own group's matrix; ends_E (int32) is the end row of each group.
     Autocast does not reach this product, so its dtype is applied here. Where torch has no kernel (Apple's mps, float64,
@@ -118,7 +139,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
     dtypes = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if x_RD.device.type in ('cuda', 'cpu') and x_RD.dtype in dtypes and aligned:
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
 
@@ -219,6 +240,17 @@ def size(h):
     return h.detach().float().square().mean(-1).sqrt().mean()
 
 
+def head_loss(x, weight, targets, reduction):
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
+    to read than odd rows; those that are not in the vocabulary count nothing."""
+    V, extra = len(weight), -len(weight) % 64 if x.is_cuda else 0
+    logits = F.linear(x, F.pad(weight, (0, 0, 0, extra)) if extra else weight).flatten(0, 1)
+    if extra:
+        logits = logits.masked_fill(torch.arange(V + extra, device=x.device) >= V, -math.inf)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss if reduction == 'mean' else loss.view_as(targets)
+
+
 class SelfMoE(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -260,11 +292,9 @@ class SelfMoE(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         x, aux = self.features(idx, cache)
-        logits = self.head(x)
         if targets is None:
-            return logits, None, aux
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-        return None, loss if reduction == 'mean' else loss.view_as(targets), aux
+            return self.head(x), None, aux
+        return None, head_loss(x, self.head.weight, targets, reduction), aux
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):

@@ -109,8 +109,9 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # compiled: one table for all layers
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).type_as(x)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
 def attend(q, k, v, cache, layer, dropout):
@@ -210,6 +211,17 @@ class ChunkTransformer(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------------
 # The model
+
+
+def head_loss(x, weight, targets, reduction):
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
+    to read than odd rows; those that are not in the vocabulary count nothing."""
+    V, extra = len(weight), -len(weight) % 64 if x.is_cuda else 0
+    logits = F.linear(x, F.pad(weight, (0, 0, 0, extra)) if extra else weight).flatten(0, 1)
+    if extra:
+        logits = logits.masked_fill(torch.arange(V + extra, device=x.device) >= V, -math.inf)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss if reduction == 'mean' else loss.view_as(targets)
 
 
 class STLM(nn.Module):
@@ -345,7 +357,10 @@ class STLM(nn.Module):
             chunks = self.whole_chunks(idx)
             logits = self.spell(self.core(chunks[:, :-1]), chunks).flatten(1, 2)[:, 1:idx.size(1) + 1]
         else:
-            logits = F.linear(self.features(idx, cache)[0], self.wte.weight)
+            x = self.features(idx, cache)[0]
+            if targets is not None:
+                return None, head_loss(x, self.wte.weight, targets, reduction), {}
+            logits = F.linear(x, self.wte.weight)
         if targets is None:
             return logits, None, {}
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)

@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -240,6 +241,10 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
     return mean, norm
 
 
+# two ways of torch.compile that cost more than they save here: the gradients of norms were four times as slow, softmax twice
+FASTER = {'triton.mix_order_reduction': False, 'online_softmax': False}
+
+
 class Stepper:
     """One train_step after another. On one GPU the fourth is recorded as a CUDA graph, from the data to the optimiser, and
     replayed from then on: the host starts one thing per step instead of a thousand kernels, for which a small model would
@@ -380,7 +385,8 @@ class Trainer:
         """The model as it is trained: compiled where that pays, and averaged over processes."""
         model, s = self.model, self.s
         if s.compile or (s.compile is None and self.machine.cuda and self.max_iters >= 200):
-            model = torch.compile(model)
+            warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')     # rope's table
+            model = torch.compile(model, options=FASTER)
         return torch.nn.parallel.DistributedDataParallel(model) if self.machine.world > 1 else model
 
     def due(self, interval):

@@ -159,7 +159,7 @@ def test_oracle(changes):
 def compare(sparse, idx, tolerance, relative):
     dense = MoEP(MoEPConfig(**{**sparse.config.__dict__, 'sparse': False})).to(next(sparse.parameters()).dtype)
     dense.load_state_dict(sparse.state_dict())
-    assert [type(m.parallel[0].router(torch.zeros(1, 16).to(m.wte.weight))[1]) for m in (sparse, dense)] == [moep.SparseRows, moep.DenseRows]
+    assert [len(m.parallel[0].router(torch.zeros(3, 16).to(m.wte.weight))[1].token) for m in (sparse, dense)] == [3 * sparse.config.top_k, 3 * dense.config.n_block]
     for m in (sparse, dense):
         _, loss, aux = m(idx, idx.flip(1))
         objective(loss, aux).backward()
