@@ -174,10 +174,9 @@ class Rows:
         return Gather.apply(x_ND, self.token, self.row_NK)
 
     def pick(self, x_NED):                               # every row gets what its own choice made of its token
-        E = x_NED.size(1)
-        chose_NKE = self.choice_NK[:, :, None] == torch.arange(E, device=x_NED.device)
-        readers_NE = (chose_NKE * (self.row_NK[:, :, None] + 1)).sum(1) - 1     # a row, or -1
-        return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, readers_NE.view(-1, 1))
+        x, index = x_NED.flatten(0, 1), self.token * x_NED.size(1) + self.choice
+        readers = torch.full_like(x[:, 0], -1, dtype=torch.long).scatter(0, index, torch.arange(len(index), device=x.device))
+        return Gather.apply(x, index, readers[:, None])
 
     def linear(self, x_RD, w_EDF, b_EF):
         y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)

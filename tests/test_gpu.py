@@ -1,0 +1,138 @@
+"""What only a GPU can show: a step as a CUDA graph is the plain step, padded logits, grouped products in bfloat16."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bench
+import moduleformer
+import moep
+import papaformer
+import selfmoe
+import settings
+import stlm
+import train
+from machine import Machine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+
+MODELS = dict(
+    gpt2=moep.MoEP(moep.MoEPConfig(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_layer=2, n_parallel=0)),
+    moep=moep.MoEP(moep.MoEPConfig(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_embd_parallel=16, n_head_parallel=1, n_parallel=2)),
+    papaformer=papaformer.PaPaformer(papaformer.PaPaformerConfig(
+        vocab_size=100, block_size=32, n_embd=32, n_head=2, path_embd=[16, 16], path_head=[1, 1], connection='gumbel1', dropout=0.1)),
+    moduleformer=moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(
+        vocab_size=100, n_layer=2, n_embd=32, n_att=4, d_att=16, n_head=2, n_ffd=4, d_ffd=32, d_router=16)),
+    selfmoe=selfmoe.SelfMoE(selfmoe.SelfMoEConfig(vocab_size=100, block_size=32, n_layer=2, n_embd=32, n_head=2, n_kv_head=1)),
+    stlm=stlm.STLM(stlm.STLMConfig(vocab_size=100, block_size=32, n_layer=2, n_embd=32, n_head=2, n_kv_head=1, ffn_hidden=48, dropout=0.1)))
+
+
+def steps(model, n, machine, model_as=lambda m: m, **changes):
+    """The losses of n training steps, the stepper, and the model they leave."""
+    model = copy.deepcopy(model).to(machine.device).train()
+    s = settings.Settings(batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2, **changes)
+    torch.manual_seed(0)
+    data = bench.RandomTokens(100, 8, 32, machine.device)
+    torch.manual_seed(1)                                 # of dropout and Gumbel noise
+    stepper = train.Stepper(model_as(model), train.make_optimizer(model, s, machine), data, None, s, machine)
+    losses = [stepper.step(1e-2 / (1 + it))[0]['loss'].item() for it in range(n)]
+    return losses, stepper, model
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_graph_is_the_plain_step(name):
+    """Dropout, two micro-batches, a learning rate that changes; an evaluation between replays changes nothing."""
+    machine = Machine('cuda', 'float32')
+    torch.set_float32_matmul_precision('highest')
+    plain, off, model = steps(MODELS[name], 9, machine, graph=False)
+    graphed, on, other = steps(MODELS[name], 9, machine)
+    assert off.graph is None and on.graph is not None
+    assert max(abs(a - b) for a, b in zip(plain, graphed)) < 2e-4 and plain[-1] != plain[-2]
+    for (key, p), q in zip(model.named_parameters(), other.parameters()):
+        assert (p - q).norm() <= 2e-2 * p.norm() + 1e-4, key
+
+
+def test_bfloat16_and_compiled():
+    machine = Machine('cuda', 'bfloat16')
+    plain, _, _ = steps(MODELS['moep'], 8, machine, graph=False)
+    compiled, on, _ = steps(MODELS['moep'], 8, machine, lambda m: torch.compile(m, options=train.FASTER))
+    assert on.graph is not None and abs(plain[0] - compiled[0]) < 0.05 and abs(plain[-1] - compiled[-1]) < 0.3
+
+
+class Waits(torch.nn.Module):
+    """A model that asks the device for a number."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx, targets):
+        assert idx.max().item() < 100
+        return self.model(idx, targets)
+
+
+def test_what_cannot_be_recorded_goes_on_plainly(capsys):
+    machine = Machine('cuda', 'float32')
+    plain, _, _ = steps(MODELS['gpt2'], 7, machine, graph=False)
+    waits, stepper, _ = steps(MODELS['gpt2'], 7, machine, Waits)
+    assert stepper.graph is None and capsys.readouterr().out.count('graph     not possible') == 1
+    assert max(abs(a - b) for a, b in zip(plain, waits)) < 1e-3
+
+
+@pytest.mark.parametrize('V', [100, 128])
+def test_padded_logits(V):
+    torch.manual_seed(0)
+    x, w, y = torch.randn(2, 7, 16), torch.randn(V, 16), torch.randint(-1, V, (2, 7))
+    found = []
+    for device in ('cuda', 'cpu'):
+        ins = [t.double().to(device).requires_grad_() for t in (x, w)]
+        loss = papaformer.head_loss(*ins, y.to(device), 'mean')
+        each = papaformer.head_loss(*ins, y.to(device), 'none')
+        found.append([t.cpu() for t in (loss, each, *torch.autograd.grad(loss, ins))])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('ends', [[0, 300, 300, 301, 1000, 1000], [1000] * 6, [100, 200, 500, 700, 900, 1000]])
+def test_grouped_products_with_empty_groups(ends):
+    torch.manual_seed(0)
+    ends = torch.tensor(ends, device='cuda', dtype=torch.int32)
+    x, w = torch.randn(1000, 64, device='cuda').bfloat16(), torch.randn(6, 64, 128, device='cuda').bfloat16()
+    rough, exact = [t.clone().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]
+    a, b = moep.grouped_mm(*rough, ends), moep.grouped_mm(*exact, ends)
+    grad = torch.randn_like(a)
+    for p, q in zip([a, *torch.autograd.grad(a, rough, grad)], [b, *torch.autograd.grad(b, exact, grad.double())]):
+        assert (p - q).norm() < 5e-3 * q.norm() and ((q == 0) <= (p == 0)).all()
+
+
+def test_sparse_is_dense_in_bfloat16():
+    """Every gradient of the sparse path against the reference, relative to its own size."""
+    machine, found = Machine('cuda', 'bfloat16'), []
+    x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    for sparse in (True, False):
+        model = copy.deepcopy(MODELS['moep']).cuda().eval()
+        for module in model.modules():
+            if isinstance(module, moep.Router):
+                module.sparse = sparse
+        with machine.autocast():
+            model(x, x.flip(1))[1].backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name in found[0]:
+        assert (found[0][name] - found[1][name]).norm() <= 0.1 * found[1][name].norm() + 1e-6, name
+
+
+def test_resumed_is_uninterrupted(run, data_dir, tmp_path):
+    args = ['--n_layer=2', '--n_parallel=1', '--block_size=32', '--batch_size=4', '--eval_tokens=64', '--log_interval=1', '--max_iters=16',
+            '--save_interval=8', '--sample_tokens=2', f'--data_dir={data_dir}', '--dtype=float32']
+    logs = []
+    for name in ('whole', 'twice'):
+        out = [f'--out_dir={tmp_path}/{name}']
+        if name == 'twice':
+            run('train.py', 'config/moep.py', *args, *out, '--max_iters=8', '--schedule=constant')
+        run('train.py', 'config/moep.py', *args, *out, '--schedule=constant', '--resume')
+        lines = [json.loads(line) for line in (tmp_path / name / 'log.jsonl').read_text().splitlines()]
+        logs.append([line['loss'] for line in lines if 'loss' in line])
+    assert len(logs[0]) == len(logs[1]) == 16 and max(abs(a - b) for a, b in zip(*logs)) < 2e-3
