@@ -242,11 +242,11 @@ def size(h):
 
 def head_loss(x, weight, targets, reduction):
     """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
-    to read than odd rows; those that are not in the vocabulary count nothing."""
-    V, extra = len(weight), -len(weight) % 64 if x.is_cuda else 0
-    logits = F.linear(x, F.pad(weight, (0, 0, 0, extra)) if extra else weight).flatten(0, 1)
+    to read than odd rows; those that are not in the vocabulary have a bias of -inf and count nothing."""
+    V, extra, bias = len(weight), -len(weight) % 64 if x.is_cuda else 0, None
     if extra:
-        logits = logits.masked_fill(torch.arange(V + extra, device=x.device) >= V, -math.inf)
+        weight, bias = F.pad(weight, (0, 0, 0, extra)), F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
+    logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
     return loss if reduction == 'mean' else loss.view_as(targets)
 

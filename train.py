@@ -274,15 +274,18 @@ class Stepper:
         return self.result                               # in the same tensors every time
 
     def record(self):
-        graph = torch.cuda.CUDAGraph()
+        graph, random = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state()
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self.result = self.plain()               # only recorded
             self.graph = graph
         except RuntimeError as e:                        # as of a model that waits for the device
-            tqdm.write(f'graph     not possible, plain steps instead ({str(e).splitlines()[0]})')
+            tqdm.write(f'graph     not possible, plain steps instead ({str(e.__context__ or e).splitlines()[0]})')
+            device, self.plain_steps = self.machine.device, math.inf
+            generator = torch.cuda.default_generators[device.index or 0]     # it still belongs to the graph: a new state for it
+            generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+            torch.cuda.set_rng_state(random)
             self.optimizer.zero_grad(set_to_none=True)
-            self.plain_steps = math.inf
 
 
 class Trainer:
