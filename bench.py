@@ -5,7 +5,7 @@ How fast? Tokens per second, memory, and the share of what the machine could do;
     python bench.py config/paper/gpt2.py config/paper/moep.py --batch_size 16 64 128 --dense
     python bench.py config/paper/moep.py --sweep n_block=2,4,8,16 --batch_size 64    # cost against size
     python bench.py config/paper/moep.py --sweep sparse=True,False                   # the sparse path and its reference
-    python bench.py config/moduleformer.py --generate 512                            # decoding, with and without cache
+    python bench.py config/moduleformer.py --generate 512 --batch_size 1 64          # decoding, with and without cache
     python bench.py config/moduleformer.py --prefill --dense                         # reading 32 x 1,024 tokens
 
 A training step is train.py's own: forward, backward, clipping, optimiser, on random tokens. --dense puts beside every model a
@@ -26,10 +26,10 @@ import torch
 from errors import UserError, check_writable, run_main
 from eval_blimp import write_json
 from loader import Data
-from machine import Machine
+from machine import Machine, Replay
 from moep import MoEP, MoEPConfig
 from settings import make_config, read_settings
-from train import FASTER, Stepper, make_optimizer, short
+from train import FASTER, make_optimizer, short, train_step
 
 ATTENTION = dict(      # the width of all heads that a token asks with, summed over layers; add your model's here
     moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
@@ -99,8 +99,9 @@ def training(model, s, T, machine):
     optimizer = make_optimizer(model, s, machine)
     data = RandomTokens(model.config.vocab_size, s.batch_size * s.gradient_accumulation_steps, T, machine.device)
     compiled = torch.compile(model.train(), options=FASTER) if s.compile or (s.compile is None and machine.cuda) else model.train()
-    stepper = Stepper(compiled, optimizer, data, None, replace(s, memory=0), machine)
-    step = lambda: stepper.step(s.learning_rate)
+    s = replace(s, memory=0)
+    replay = Replay(lambda starts: train_step(compiled, optimizer, data, starts, None, s, machine), machine, s.graph is not False)
+    step = lambda: replay(torch.from_numpy(data.take(data.rows)).to(machine.device))
     step()                                               # compiles, and allocates the optimiser's state
     reset_memory(machine)
     for _ in range(3 if machine.cuda else 0):            # the last of them as a CUDA graph, whose memory is as much as a plain
@@ -110,10 +111,10 @@ def training(model, s, T, machine):
 
 
 @torch.no_grad()
-def generation(model, n, machine):
-    """n greedy tokens, with the cache and without, for a batch of one."""
+def generation(model, rows, n, machine):
+    """n greedy tokens, with the cache and without."""
     model.eval()
-    start = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
+    start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
 
     def without():
         ids = start
@@ -122,7 +123,7 @@ def generation(model, n, machine):
     with machine.autocast():
         cached = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
         uncached = seconds(without, machine, repeat=3)
-    return dict(tokens_per_s=n / cached, no_cache=n / uncached, ms=1e3 * cached / n, gib=peak_memory(machine))
+    return dict(tokens_per_s=rows * n / cached, no_cache=rows * n / uncached, ms=1e3 * cached / n, gib=peak_memory(machine))
 
 
 @torch.no_grad()
@@ -179,12 +180,12 @@ def measure(model, name, s, T, args, machine, rate):
     width = ATTENTION.get(type(model).__module__, lambda config: 0)(model.config)       # of a file it does not know: none
     flops = 2 * active + 2 * width * T                   # of a token's forward, at the mean position T / 2
     if args.generate:
-        found = generation(model, args.generate, machine)
+        found = generation(model, s.batch_size, args.generate, machine)
     elif args.prefill:
         found = prefill(model, s.batch_size, T, machine)
     else:
         found, flops = training(model, s, T, machine), 3 * flops
-    rows = 1 if args.generate else s.batch_size * (1 if args.prefill else s.gradient_accumulation_steps)
+    rows = s.batch_size * (1 if args.generate or args.prefill else s.gradient_accumulation_steps)
     return dict(name=name, rows=rows, T=T, total=total, active=active, **found, flops_per_token=flops,
                 share=flops * found['tokens_per_s'] / rate)
 
@@ -210,7 +211,7 @@ def show(row, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('configs', nargs='+', help='config files')
-    parser.add_argument('--batch_size', type=int, nargs='+', help="several to try; the config's own if not given")
+    parser.add_argument('--batch_size', type=int, nargs='+', help="several to try; the config's own if not given, 1 to decode")
     parser.add_argument('--dense', action='store_true', help='beside every model a GPT-2 of as many parameters')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='every config with each of these values')
     parser.add_argument('--generate', type=int, metavar='N', help='decode N tokens instead, with and without the cache')
@@ -231,7 +232,7 @@ def main():
             show_head(machine, rate, args)
         T = args.generate + 1 if args.generate else s.seq_len or (1024 if args.prefill else keys['block_size'])
         keys['block_size'] = max(T, keys['block_size'])
-        for s.batch_size in args.batch_size or [32 if args.prefill else s.batch_size]:
+        for s.batch_size in args.batch_size or [1 if args.generate else 32 if args.prefill else s.batch_size]:
             torch.manual_seed(s.seed)
             model = module.Model(make_config(module, keys)).to(machine.device)
             rows.append(measure(model, name, s, T, args, machine, rate))

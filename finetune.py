@@ -34,7 +34,7 @@ import prepare
 from errors import UserError, check_writable, run_main
 from eval_blimp import write_json
 from lora import add_lora, merge_lora
-from machine import Machine
+from machine import Machine, Replay
 from settings import Settings
 from train import learning_rate, load_checkpoint, make_optimizer, set_rate, short
 
@@ -296,20 +296,23 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         add_lora(model, rank=args.rank)
     classifier = Classifier(model, len(task.labels or [0])).to(machine.device)
     s = Settings(learning_rate=args.learning_rate, weight_decay=0.1, beta2=0.999, schedule='linear')
-    optimizer, it = make_optimizer(classifier, s, machine), 0
-    steps, history = -(-len(train.lengths) // args.batch_size), []
+    optimizer = make_optimizer(classifier, s, machine)
+    it, steps, history = 0, -(-len(train.lengths) // args.batch_size), []
+
+    def step(ids, last, y):
+        optimizer.zero_grad(set_to_none=True)
+        with machine.autocast():
+            out = classifier(ids, last)
+        loss = F.mse_loss(out[:, 0], y) if task.labels is None else F.cross_entropy(out, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
+        optimizer.step()
+    step = Replay(step, machine)
     for epoch in range(args.epochs):
         classifier.train()
         for rows, ids, last in train.batches(train.shuffled(seed, epoch, args.batch_size), args.batch_size):
             set_rate(optimizer, learning_rate(it, s, steps * args.epochs))
-            with machine.autocast():
-                out = classifier(ids, last)
-            y = train.labels[rows]
-            loss = F.mse_loss(out[:, 0], y) if task.labels is None else F.cross_entropy(out, y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            step(ids, last, train.labels[rows])
             it += 1
             bar.update()
         history.append(score(predict(classifier, valid, machine), valid.labels.cpu(), task))
@@ -383,7 +386,7 @@ def read_arguments():
     parser.error = fail                                  # one line, as every other mistake
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints')
     parser.add_argument('--task', default='all', help=f"all that the folder holds, or some: {','.join(TASKS)}")
-    parser.add_argument('--data', type=Path, help='the folder of the tasks; the toy task if not given')
+    parser.add_argument('--data', type=Path, default=Path('data/toy_glue'), help='the folder of the tasks; the toy task if not given')
     how = parser.add_mutually_exclusive_group()
     how.add_argument('--lora', action='store_true', help='train adapters and the classifier (the default)')
     how.add_argument('--full', action='store_true', help='train all weights')
@@ -416,10 +419,8 @@ def main():
     check_writable(args.json)
     machine = Machine(args.device)
     blimp = read_blimp(args.blimp, args.run) if args.blimp else None
-    if args.data is None:
-        args.data = Path('data/toy_glue')
-        if not args.data.exists():
-            prepare.make_toy()
+    if args.data.name == 'toy_glue' and not args.data.exists():
+        prepare.make_toy(args.data.parent)
     tasks = choose_tasks(args.task, args.data)
     rows = {name: {split: read_examples(paths, name, args.num if split == 'train' else None)
                    for split, paths in files.items()} for name, files in tasks.items()}      # all files, before any work

@@ -85,39 +85,38 @@ def per_layer(number, config):
 # Stick-breaking attention
 
 
-def stick_weights(q, k):
-    """Eq. 3 and 4 for queries (B, H, Q, K, d) and keys (B, H, S, d), latest first, of which the first Q are the queries' own:
+def stick_weights(q, k, first):
+    """Eq. 3 and 4 for queries (B, H, Q, K, d) at positions first, first + 1, ... and keys (B, H, S, d):
     -> logits z and weights p, (B, H, Q*K, S). What is left of the stick attends to nothing.
     log p_i = log sigmoid(z_i) + sum_{i<j<=t} log(1 - sigmoid(z_j)) = z_i + sum_{i<=j<=t} log sigmoid(-z_j)"""
     wide = torch.promote_types(q.dtype, torch.float32)          # a sum over all keys: bfloat16 would lose the early ones
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(q.size(-1))
-    t, place = torch.arange(q.size(2), device=q.device), torch.arange(k.size(2), device=q.device)
-    future = place < q.size(2) - 1 - t.repeat_interleave(q.size(3))[:, None]                        # (Q*K, S)
-    z = z.masked_fill(future, -math.inf)                        # takes nothing
-    return z, (z + F.logsigmoid(-z).cumsum(-1)).exp()           # from the query backwards
+    future = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)    # (Q, S)
+    z = z.masked_fill(future.repeat_interleave(q.size(3), 0), -math.inf)                            # takes nothing
+    left = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)        # from the query backwards
+    return z, (z + left).exp()
 
 
 def query_blocks(q, k, size):
-    """(tokens, keys that they may see) for each block of `size` tokens; keys lie latest first."""
-    T, S = q.size(2), k.size(2)
-    for start in range(0, T, size):
-        stop = min(start + size, T)
-        yield slice(start, stop), slice(T - stop, S)
+    """(tokens, position of the first of them, number of keys that they may see) for each block of `size` tokens."""
+    past = k.size(2) - q.size(2)
+    for start in range(0, q.size(2), size):
+        stop = min(start + size, q.size(2))
+        yield slice(start, stop), past + start, past + stop
 
 
 class StickBreaking(torch.autograd.Function):
     """Attention (Eq. 5's sum over the values) of (B, H, T, K, d) queries, K for each token, to (B, H, S, d) keys and values,
     of which the last T are the tokens' own. Only one block of queries has its weights in memory at a time, B*H*size*K*S
-    of them instead of B*H*T*K*S: they are not kept for backward, but computed again. The stick is broken from the query
-    backwards, so keys and values are turned round first: that is cheaper than to turn the weights."""
+    of them instead of B*H*T*K*S: they are not kept for backward, but computed again."""
 
     @staticmethod
     def forward(ctx, q, k, v, size):
         ctx.save_for_backward(q, k, v)
-        ctx.size, outputs, k, v = size, [], k.flip(2), v.flip(2)
-        for here, seen in query_blocks(q, k, size):
-            _, p = stick_weights(q[:, :, here], k[:, :, seen])
-            outputs.append((p.type_as(v) @ v[:, :, seen]).view_as(q[:, :, here]))
+        ctx.size, outputs = size, []
+        for here, first, end in query_blocks(q, k, size):
+            _, p = stick_weights(q[:, :, here], k[:, :, :end], first)
+            outputs.append((p.type_as(v) @ v[:, :, :end]).view_as(q[:, :, here]))
         return torch.cat(outputs, 2)
 
     @staticmethod
@@ -125,20 +124,18 @@ class StickBreaking(torch.autograd.Function):
         """Let g_i = p_i * dL/dp_i. Raising z_j lets key j take more, and takes sigmoid(z_j) of it from every key at or
         before j: dL/dz_j = g_j - sigmoid(z_j) * sum_{i<=j} g_i."""
         q, k, v = ctx.saved_tensors
-        k, v = k.flip(2), v.flip(2)
         wide = torch.promote_types(q.dtype, torch.float32)      # blocks add up: in bfloat16 the last ones would be lost
         dq, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for here, seen in query_blocks(q, k, ctx.size):
-            q_here, k_seen, v_seen = q[:, :, here], k[:, :, seen], v[:, :, seen]
+        for here, first, end in query_blocks(q, k, ctx.size):
+            q_here, k_seen, v_seen = q[:, :, here], k[:, :, :end], v[:, :, :end]
             grad_here = grad[:, :, here].flatten(2, 3)          # (B, H, Q*K, d)
-            z, p = stick_weights(q_here, k_seen)
+            z, p = stick_weights(q_here, k_seen, first)
             g = p * (grad_here @ v_seen.transpose(2, 3))
-            before = g.sum(-1, keepdim=True) - g.cumsum(-1) + g
-            dz = ((g - z.sigmoid() * before) / math.sqrt(q.size(-1))).type_as(q)
+            dz = ((g - z.sigmoid() * g.cumsum(-1)) / math.sqrt(q.size(-1))).type_as(q)
             dq.append((dz @ k_seen).view_as(q_here))
-            dk[:, :, seen] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
-            dv[:, :, seen] += p.type_as(v).transpose(2, 3) @ grad_here
-        return torch.cat(dq, 2), dk.type_as(k).flip(2), dv.type_as(v).flip(2), None
+            dk[:, :, :end] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
+            dv[:, :, :end] += p.type_as(v).transpose(2, 3) @ grad_here
+        return torch.cat(dq, 2), dk.type_as(k), dv.type_as(v), None
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from tqdm import tqdm
 import prepare
 from errors import UserError, run_main
 from loader import Corpus, Data, val_batches
-from machine import Machine
+from machine import Machine, Replay
 from settings import import_model, make_config, read_settings
 
 
@@ -222,6 +222,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
     and the gradient norm. The micro-batches of a step are dealt to the processes in turn, so that W processes with A
     micro-batches each see what one process with W*A sees."""
     A, B, world, mean = s.gradient_accumulation_steps, s.batch_size, machine.world, {}
+    optimizer.zero_grad(set_to_none=True)
     for a in range(A):
         m = a * world + machine.rank
         x, y = data.batch(starts[m * B:(m + 1) * B])
@@ -237,55 +238,11 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
             mean[name] = mean.get(name, 0.0) + value.detach() / A
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return mean, norm
 
 
 # two ways of torch.compile that cost more than they save here: the gradients of norms were four times as slow, softmax twice
 FASTER = {'triton.mix_order_reduction': False, 'online_softmax': False}
-
-
-class Stepper:
-    """One train_step after another. On one GPU the fourth is recorded as a CUDA graph, from the data to the optimiser, and
-    replayed from then on: the host starts one thing per step instead of a thousand kernels, for which a small model would
-    wait. What changes between steps lies in tensors: `starts`, the learning rate, a scheduled dropout."""
-
-    def __init__(self, model, optimizer, data, memory, s, machine):
-        self.model, self.optimizer, self.data, self.memory, self.s, self.machine = model, optimizer, data, memory, s, machine
-        self.starts = torch.zeros(data.rows, dtype=torch.long, device=machine.device)
-        possible = machine.cuda and machine.world == 1 and not s.memory      # a memory's tensors are new ones at every step
-        self.plain_steps = 3 if possible and s.graph is not False else math.inf
-        self.graph = None
-
-    def plain(self):
-        return train_step(self.model, self.optimizer, self.data, self.starts, self.memory, self.s, self.machine)
-
-    def step(self, lr):
-        if self.s.memory and self.data.position in (0, len(self.data.starts)):
-            self.memory[:] = [[] for _ in self.memory]   # a new epoch: nothing came before
-        self.starts.copy_(torch.from_numpy(self.data.take(self.data.rows)))
-        set_rate(self.optimizer, lr)
-        if self.graph is None and self.plain_steps <= 0:
-            self.record()
-        if self.graph is None:                           # plain steps also compile, and allocate the optimiser's state
-            self.plain_steps -= 1
-            return self.plain()
-        self.graph.replay()
-        return self.result                               # in the same tensors every time
-
-    def record(self):
-        graph, random = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state()
-        try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                self.result = self.plain()               # only recorded
-            self.graph = graph
-        except RuntimeError as e:                        # as of a model that waits for the device
-            tqdm.write(f'graph     not possible, plain steps instead ({str(e.__context__ or e).splitlines()[0]})')
-            device, self.plain_steps = self.machine.device, math.inf
-            generator = torch.cuda.default_generators[device.index or 0]     # it still belongs to the graph: a new state for it
-            generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-            torch.cuda.set_rng_state(random)
-            self.optimizer.zero_grad(set_to_none=True)
 
 
 class Trainer:
@@ -410,7 +367,9 @@ class Trainer:
             self.log(surgery=report)
         if s.dropout_schedule != 'constant':
             self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
-        stepper = Stepper(self.wrap(), self.optimizer, data, self.memory, s, machine)
+        model = self.wrap()
+        step = Replay(lambda starts: train_step(model, self.optimizer, data, starts, self.memory, s, machine), machine,
+                      s.graph is not False and not s.memory)    # a memory's tensors are new ones at every step
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]
@@ -439,7 +398,10 @@ class Trainer:
                 also['dropout'] = dropout_rate(self.it, s, self.max_iters, self.model.config.dropout)
             if s.dropout_schedule != 'constant':
                 self.model.set_dropout(also['dropout'])
-            mean, norm = stepper.step(lr)
+            if s.memory and data.position in (0, len(data.starts)):
+                self.memory[:] = [[] for _ in self.memory]      # a new epoch: nothing came before
+            set_rate(self.optimizer, lr)
+            mean, norm = step(torch.from_numpy(data.take(data.rows)).to(machine.device))
             self.it, tokens = self.it + 1, tokens + data.rows * data.T
             self.health += 0 * (mean['loss'] + norm)     # 0 * inf and 0 * nan are nan; the device is not waited for
             if self.due(s.log_interval):

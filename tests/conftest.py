@@ -98,7 +98,15 @@ def smoke(run, data_dir, tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def smokes(smoke, request):
-    """{config: the future of its run folder} of all tests that ask for one by `config`, two at a time."""
+    """{config: the future of its run folder} of all tests that ask for one by `config`, one run after the other."""
     configs = [item.callspec.params['config'] for item in request.session.items if 'smokes' in item.fixturenames]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         yield {config: pool.submit(smoke, config) for config in configs}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def early_smokes(request):
+    """Those runs go on beside the other tests, from the beginning: most tests keep only one core busy."""
+    if any('smokes' in item.fixturenames for item in request.session.items):
+        request.getfixturevalue('smokes')

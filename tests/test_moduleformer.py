@@ -171,7 +171,7 @@ def test_stick_breaking_gradcheck():
 def test_weights_are_a_stick():
     """Non-negative, none for the future, at most 1 in all; the rest is the product of what each key left (Eq. 16)."""
     q, k, _ = qkv(9, 2, past=3)
-    z, p = (w.flip(-1) for w in stick_weights(q, k.flip(2)))
+    z, p = stick_weights(q, k, 3)
     assert z.shape == p.shape == (2, 2, 18, 12) and (p >= 0).all() and (p.sum(-1) < 1).all()
     for row, (weight, logit) in enumerate(zip(p[0, 1], z[0, 1])):
         seen = 3 + row // 2 + 1
@@ -194,7 +194,7 @@ def test_stable_for_large_logits(case):
     v, grad, found = torch.randn(1, 1, T, d), torch.randn(1, 1, T, 1, d), []
     for dtype in (torch.float32, torch.float64):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        z, p = (w.flip(-1) for w in stick_weights(inputs[0], inputs[1].flip(2)))
+        z, p = stick_weights(inputs[0], inputs[1], 0)
         assert z.tril().abs().max() > 0.99 * size and (p >= 0).all() and p.sum(-1).max() < 1 + 1e-4
         out = StickBreaking.apply(*inputs, 16)
         found.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
@@ -220,7 +220,7 @@ def test_stick_breaking_in_bfloat16():
     exact = qkv(200, 2, past=20, B=1, H=1, d=16, dtype=torch.bfloat16)
     rough = [x.detach().clone().requires_grad_() for x in exact]
     exact = [x.detach().double().requires_grad_() for x in exact]
-    assert stick_weights(*rough[:2])[1].dtype == torch.float32
+    assert stick_weights(*rough[:2], 20)[1].dtype == torch.float32
     grad, found = torch.randn(1, 1, 200, 2, 16).bfloat16(), []
     for inputs in (exact, rough):
         out = StickBreaking.apply(*inputs, 64)
@@ -270,7 +270,7 @@ def test_memory_is_bounded_by_the_query_block(monkeypatch):
     """T = 4,096, forward and backward: nothing is larger than a block's weights, and few of those live at one time."""
     T, size, saved, seen = 4096, 64, {}, []
     monkeypatch.setattr(moduleformer, 'stick_weights',
-                        lambda q, k: seen.append(k.size(2)) or stick_weights(q, k))
+                        lambda q, k, first: seen.append(k.size(2)) or stick_weights(q, k, first))
     inputs = [x.detach().float().requires_grad_() for x in qkv(T, 1, B=1, H=1, d=4)]
 
     def pack(x):

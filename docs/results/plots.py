@@ -80,8 +80,28 @@ def moduleformer():
     return figure
 
 
+def speed():
+    """Cost against size: a step's time and memory as total parameters grow."""
+    rows = {row['run']: row for row in json.loads((HERE / 'speed.json').read_text())['rows']}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    sweeps = (('MoEP: P blocks, K = 2 (32 x 512)', dict(moep_p2='P = 2', moep_p4='4', moep_p8='8', moep_p16='16')),
+              ('ModuleFormer: E FFN modules, K = 2 (32 x 512)', dict(mf_e8='E = 8', mf_32='16', mf_e32='32', mf_e64='64')))
+    for axis, (title, names) in zip(axes, sweeps):
+        size = [rows[name]['total'] / 1e6 for name in names]
+        time, flops = ([rows[name][key] for name in names] for key in ('ms', 'flops_per_token'))
+        axis.plot(size, [t / time[0] for t in time], 'o-', label='time of a step')
+        axis.plot(size, [f / flops[0] for f in flops], 's--', label='FLOPs of a token')
+        axis.plot(size, [rows[name]['gib'] / rows[next(iter(names))]['gib'] for name in names], '^:', label='memory')
+        axis.plot(size, [s / size[0] for s in size], color='grey', lw=1, label='parameters')
+        for x, t, name in zip(size, time, names.values()):
+            axis.annotate(name, (x, t / time[0]), textcoords='offset points', xytext=(0, 9), ha='center')
+        axis.set(title=title, xlabel='parameters, millions', ylabel='against the smallest', ylim=(0, None))
+    axes[0].legend()
+    return figure
+
+
 if __name__ == '__main__':
-    for draw in (papaformer, moduleformer, selfmoe, stlm):
+    for draw in (papaformer, moduleformer, selfmoe, stlm, speed):
         if (HERE / f'{draw.__name__}.json').exists():
             figure = draw()
             figure.tight_layout()
