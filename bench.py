@@ -39,7 +39,7 @@ ATTENTION = dict(      # the width of all heads that a token asks with, summed o
 
 
 class RandomTokens(Data):
-    """Chunks of random tokens, read where chance wants it."""
+    """Chunks of random tokens, at random places."""
 
     def __init__(self, vocab_size, rows, T, device):
         self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
@@ -104,8 +104,8 @@ def training(model, s, T, machine):
     step = lambda: replay(torch.from_numpy(data.take(data.rows)).to(machine.device))
     step()                                               # compiles, and allocates the optimiser's state
     reset_memory(machine)
-    for _ in range(3 if machine.cuda else 0):            # the last of them as a CUDA graph, whose memory is as much as a plain
-        step()                                           # step's, but is not seen any more once it is replayed
+    for _ in range(3 if machine.cuda else 0):            # the last is recorded as a CUDA graph; replays allocate nothing,
+        step()                                           # so memory is measured here
     gib, took = peak_memory(machine), seconds(step, machine)
     return dict(tokens_per_s=data.rows * T / took, ms=1e3 * took, gib=gib)
 

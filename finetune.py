@@ -292,13 +292,13 @@ def fit(base, task, train, valid, seed, args, machine, bar):
     """One run -> its scores at the best epoch, and how it came there."""
     torch.manual_seed(seed)
     began, model = time.perf_counter(), copy.deepcopy(base)
-    if not args.full:
-        add_lora(model, rank=args.rank)
+    model = model if args.full else add_lora(model, rank=args.rank)
     classifier = Classifier(model, len(task.labels or [0])).to(machine.device)
     s = Settings(learning_rate=args.learning_rate, weight_decay=0.1, beta2=0.999, schedule='linear')
-    optimizer = make_optimizer(classifier, s, machine)
-    it, steps, history = 0, -(-len(train.lengths) // args.batch_size), []
+    optimizer, history = make_optimizer(classifier, s, machine), []
+    it, steps = 0, -(-len(train.lengths) // args.batch_size)
 
+    @lambda fn: Replay(fn, machine)
     def step(ids, last, y):
         optimizer.zero_grad(set_to_none=True)
         with machine.autocast():
@@ -307,7 +307,6 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         loss.backward()
         nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
         optimizer.step()
-    step = Replay(step, machine)
     for epoch in range(args.epochs):
         classifier.train()
         for rows, ids, last in train.batches(train.shuffled(seed, epoch, args.batch_size), args.batch_size):
@@ -322,6 +321,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         if epoch - best >= args.patience or values[best] == 100:                # or no better one is possible
             bar.update(steps * (args.epochs - epoch - 1))
             break
+    step.found.clear()                                   # its graphs, before another run records its own
     return dict(seed=seed, scores=history[best], best_epoch=best + 1, epochs=len(history), history=history,
                 trained=sum(p.numel() for p in classifier.parameters() if p.requires_grad),
                 seconds=time.perf_counter() - began)
@@ -386,7 +386,7 @@ def read_arguments():
     parser.error = fail                                  # one line, as every other mistake
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints')
     parser.add_argument('--task', default='all', help=f"all that the folder holds, or some: {','.join(TASKS)}")
-    parser.add_argument('--data', type=Path, default=Path('data/toy_glue'), help='the folder of the tasks; the toy task if not given')
+    parser.add_argument('--data', type=Path, default=Path('data/toy_glue'), help='the folder of the tasks; the toy task at first')
     how = parser.add_mutually_exclusive_group()
     how.add_argument('--lora', action='store_true', help='train adapters and the classifier (the default)')
     how.add_argument('--full', action='store_true', help='train all weights')

@@ -63,11 +63,11 @@ class Machine:
 
 class Replay:
     """A training step fn(*tensors) as one CUDA graph. The fourth call with tensors of the same shapes records the kernels that
-    it launches, and from then on they are started as a whole: a small model need not wait for the host, which takes some
-    thousand steps of its own to start them one by one. What else changes between calls must lie in tensors that stay (the
-    weights, the optimiser's state and learning rate). The results are the same tensors every time: read them before the next
-    call. Where a graph is not wanted or not possible, and in the first calls, it is just fn, which is also what tests compare
-    it with."""
+    it launches, and from then on they are started as a whole: a small model need not wait for the host, which would start
+    some thousand of them one by one. Python runs in the first calls and while recording, not in replays: what changes
+    between calls must lie in tensors that stay (inputs, weights, the optimiser's state and learning rate). The results are
+    the same tensors every time: read them before the next call. Where a graph is not wanted or not possible, and in the
+    first calls, this is just fn; tests compare the two."""
 
     def __init__(self, fn, machine, wanted=True):
         self.fn, self.device = fn, machine.device
@@ -77,29 +77,27 @@ class Replay:
 
     def __call__(self, *inputs):
         shapes = tuple(x.shape for x in inputs)
-        found = self.found.setdefault(shapes, 0)
-        if isinstance(found, int) and found >= self.plain_calls:
-            self.found[shapes] = found = self.record(*(x.clone() for x in inputs))
-        if isinstance(found, int):                       # the first calls also compile, and allocate the optimiser's state
+        if self.found.setdefault(shapes, 0) == self.plain_calls:
+            self.record(shapes, inputs)
+        if isinstance(self.found[shapes], int):          # the first calls also compile, and allocate the optimiser's state
             self.found[shapes] += 1
             return self.fn(*inputs)
-        graph, held, result = found
+        graph, held, result = self.found[shapes]
         for mine, new in zip(held, inputs):
             mine.copy_(new)
         graph.replay()
         return result
 
-    def record(self, *held):
-        graph, random = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state()
+    def record(self, shapes, inputs):
+        graph, held, random = torch.cuda.CUDAGraph(), [x.clone() for x in inputs], torch.cuda.get_rng_state()
         try:
             with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream()):
                 result = self.fn(*held)                  # nothing is computed yet
-            self.pool = graph.pool()
-            return graph, held, result
+            self.pool, self.found[shapes] = graph.pool(), (graph, held, result)
         except RuntimeError as e:                        # as of a model that waits for the device
             tqdm.write(f'graph     not possible, plain steps instead ({str(e.__context__ or e).splitlines()[0]})')
-            generator = torch.cuda.default_generators[self.device.index or 0]    # it still belongs to the graph: give it
-            generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())        # another state
+            self.found, self.plain_calls = dict.fromkeys(self.found, 0), math.inf
+            # the random generator still belongs to the graph: it gets another state, with the numbers of before
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
             torch.cuda.set_rng_state(random)
-            self.plain_calls = math.inf
-            return 0

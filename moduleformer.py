@@ -143,8 +143,8 @@ class StickBreaking(torch.autograd.Function):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """torch's grouped product. Its own gradient of the weights lets one processor add up all rows of a group for a tile of the
-    matrix: with few groups most of a GPU idles. Here a group is cut into parts, whose sums are added up at the end."""
+    """torch's grouped product. Its own gradient of the weights has one multiprocessor add up all rows of a group for a tile of
+    the matrix: with few groups most of a GPU idles. Here groups are cut, to some 32 parts in all, and their sums added up."""
 
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
@@ -158,8 +158,9 @@ class GroupedProduct(torch.autograd.Function):
         sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends).unflatten(0, (-1, parts)).sum(1)
-        return F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), dw, None
+        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E) if ctx.needs_input_grad[0] else None
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends) if ctx.needs_input_grad[1] else None
+        return dx, dw if dw is None else dw.unflatten(0, (-1, parts)).sum(1), None
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
@@ -195,7 +196,7 @@ class Gather(torch.autograd.Function):
 
 def order_by_choice(choice_NK, n_choices):
     """The N*K (token, k) pairs as rows, ordered by choice and then by token: -> the pair of each row, the row of each pair, the
-    end row of each group (int32). It takes no sort, one count through all groups: a pair's row is the number of pairs before."""
+    end row of each group (int32). No sort: one count through all groups tells how many pairs come before a pair, its row."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -205,7 +206,7 @@ def order_by_choice(choice_NK, n_choices):
 
 
 def top_k(prob_NE, k):
-    """The k largest of each row and where they are: topk, but many times faster where E is small."""
+    """The k largest of each row and where they are: topk, but many times faster on a GPU where E is small."""
     choices, left_NE = [], prob_NE.detach()
     for _ in range(k):
         choices.append(left_NE.argmax(-1, keepdim=True))
@@ -355,8 +356,8 @@ class Block(nn.Module):
 
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
-    to read than odd rows; those that are not in the vocabulary have a bias of -inf and count nothing."""
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a multiple of 64: odd rows
+    of logits are slow to write and to read. What is added has a bias of -inf and counts nothing."""
     V, extra, bias = len(weight), -len(weight) % 64 if x.is_cuda else 0, None
     if extra:
         weight, bias = F.pad(weight, (0, 0, 0, extra)), F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)

@@ -92,7 +92,7 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # compiled: one table for all layers
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # complex: not inlined, so one table for all layers
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -230,8 +230,8 @@ def read_widths(config):
 
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
-    to read than odd rows; those that are not in the vocabulary have a bias of -inf and count nothing."""
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a multiple of 64: odd rows
+    of logits are slow to write and to read. What is added has a bias of -inf and counts nothing."""
     V, extra, bias = len(weight), -len(weight) % 64 if x.is_cuda else 0, None
     if extra:
         weight, bias = F.pad(weight, (0, 0, 0, extra)), F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)

@@ -82,7 +82,7 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # compiled: one table for all layers
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # complex: not inlined, so one table for all layers
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -110,8 +110,8 @@ def attend(q, k, v, cache, layer, dropout):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """torch's grouped product. Its own gradient of the weights lets one processor add up all rows of a group for a tile of the
-    matrix: with few groups most of a GPU idles. Here a group is cut into parts, whose sums are added up at the end."""
+    """torch's grouped product. Its own gradient of the weights has one multiprocessor add up all rows of a group for a tile of
+    the matrix: with few groups most of a GPU idles. Here groups are cut, to some 32 parts in all, and their sums added up."""
 
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
@@ -125,8 +125,9 @@ class GroupedProduct(torch.autograd.Function):
         sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends).unflatten(0, (-1, parts)).sum(1)
-        return F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), dw, None
+        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E) if ctx.needs_input_grad[0] else None
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends) if ctx.needs_input_grad[1] else None
+        return dx, dw if dw is None else dw.unflatten(0, (-1, parts)).sum(1), None
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
@@ -241,8 +242,8 @@ def size(h):
 
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU, logits get 64s of columns, which are faster to write and
-    to read than odd rows; those that are not in the vocabulary have a bias of -inf and count nothing."""
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a multiple of 64: odd rows
+    of logits are slow to write and to read. What is added has a bias of -inf and counts nothing."""
     V, extra, bias = len(weight), -len(weight) % 64 if x.is_cuda else 0, None
     if extra:
         weight, bias = F.pad(weight, (0, 0, 0, extra)), F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)

@@ -3,7 +3,7 @@ Train any model of this repository: one plain loop.
 
     python train.py config/moep.py                                 # the toy corpus, minutes on a laptop
     python train.py config/moep.py --n_block=8 --out_dir=out/p8    # any setting, of training or of the model
-    python train.py config/moep.py --resume                        # go on after a kill, bit for bit
+    python train.py config/moep.py --resume                        # go on after a kill; on a CPU bit for bit
     python train.py config/moep.py --max_iters=0                   # print sizes and plan, train nothing
     torchrun --nproc_per_node=2 train.py config/moep.py            # several processes
 

@@ -1,5 +1,6 @@
 """finetune.py: metrics by hand, padding and cutting, a task that is learned, real file formats, and what can go wrong."""
 
+import copy
 import json
 import math
 import shutil
@@ -8,12 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import finetune
 import prepare
 import toy
 from finetune import METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples, shorten
 from machine import Machine
+from moep import MoEP, MoEPConfig
 from test_lora import make, stir
 from train import learning_rate as finetune_rate
 
@@ -241,6 +244,45 @@ def test_seed_fixes_everything_and_the_base_stays():
         a, b, c = (finetune.fit(model, TASKS['rte'], data, data, seed, args, Machine('cpu'), bar) for seed in (3, 3, 4))
         assert a['history'] == b['history'] and a['history'] != c['history']
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items()) and not hasattr(model, 'adapted')
+
+
+def test_steps_by_hand(monkeypatch):
+    """Fresh gradients, clipped, at a rate that falls: two epochs of two batches against a loop written out."""
+    torch.manual_seed(0)
+    base = MoEP(MoEPConfig(vocab_size=257, block_size=8, n_layer=1, n_head=2, n_embd=16, n_parallel=0, dropout=0.0))
+    data = finetune.Examples([['a'], ['bc'], ['d'], ['efg']], [0, 1, 1, 0], prepare.choose_tokenizer('bytes'), 8, torch.device('cpu'))
+    found, modes, make = [], [], finetune.Classifier
+
+    def classifier(*args):
+        found.append(make(*args))
+        found[0].register_forward_pre_hook(lambda module, _: modes.append(module.training and module.model.training))
+        return found[0]
+    monkeypatch.setattr(finetune, 'Classifier', classifier)
+    monkeypatch.setattr(finetune, 'score', lambda *_: {'accuracy': 50})
+    args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=2, patience=9, batch_size=2)
+    bar = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
+    finetune.fit(base.eval(), finetune.TASKS['rte'], data, data, 3, args, Machine('cpu'), bar)
+    assert modes == [True, True, False] * 2              # two batches, then the validation
+    torch.manual_seed(3)
+    mine, it, norms = make(copy.deepcopy(base), 2), 0, []
+    decayed = [p for n, p in mine.named_parameters() if p.dim() > 1]
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=[p for p in mine.parameters() if p.dim() < 2], weight_decay=0.0)],
+                                  lr=1.0, betas=(finetune.Settings().beta1, 0.999), eps=finetune.Settings().eps)
+    for epoch in (0, 1):
+        for rows, ids, last in data.batches(data.shuffled(3, epoch, 2), 2):
+            for group in optimizer.param_groups:
+                group['lr'] = 1e-2 * (1 - it / 4)
+            loss = F.cross_entropy(mine(ids, last), data.labels[rows])
+            grads = torch.autograd.grad(loss, list(mine.parameters()), allow_unused=True)
+            norms.append(torch.stack([g.norm() for g in grads if g is not None]).norm())
+            for p, g in zip(mine.parameters(), grads):
+                p.grad = None if g is None else g * min(1, finetune.Settings().grad_clip / norms[-1])
+            optimizer.step()
+            it += 1
+    assert max(norms) > finetune.Settings().grad_clip            # or clipping would not be tested
+    for (name, p), q in zip(mine.named_parameters(), found[0].parameters()):
+        if p.dim() > 1:                                  # the gradient of a key's bias is rounding alone, which AdamW makes large
+            assert (p - q).norm() < 1e-4 * p.norm(), name
 
 
 @pytest.mark.parametrize('values, epochs, best', [

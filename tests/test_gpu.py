@@ -111,15 +111,16 @@ def test_what_cannot_be_recorded_goes_on_plainly(capsys):
     assert max(abs(a - b) for a, b in zip(plain, waits)) < 1e-3
 
 
+@pytest.mark.parametrize('module', [papaformer, moduleformer, selfmoe, stlm])
 @pytest.mark.parametrize('V', [100, 128])
-def test_padded_logits(V):
+def test_padded_logits(module, V):
     torch.manual_seed(0)
     x, w, y = torch.randn(2, 7, 16), torch.randn(V, 16), torch.randint(-1, V, (2, 7))
     found = []
     for device in ('cuda', 'cpu'):
         ins = [t.double().to(device).requires_grad_() for t in (x, w)]
-        loss = papaformer.head_loss(*ins, y.to(device), 'mean')
-        each = papaformer.head_loss(*ins, y.to(device), 'none')
+        loss = module.head_loss(*ins, y.to(device), 'mean')
+        each = module.head_loss(*ins, y.to(device), 'none')
         found.append([t.cpu() for t in (loss, each, *torch.autograd.grad(loss, ins))])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b)

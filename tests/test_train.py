@@ -1,5 +1,6 @@
 """train.py as a user meets it: runs, kills, resumes, processes, surgery, and what it says to mistakes."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,6 +89,28 @@ def test_paper_sizes_without_data(run, tmp_path, config, total):
 def test_every_config_trains(smokes, config):
     folder = smokes[config].result()
     assert len(losses(folder)) == 2 if folder else 'molm' in config
+
+
+def test_the_schedule_reaches_the_weights(tiny, tmp_path):
+    """A warm-up of a billion steps: the rate is next to nothing, and the weights do not move."""
+    for n in (1, 3):
+        tiny(f'--max_iters={n}', '--warmup_iters=1000000000', '--learning_rate=1.0', '--grad_clip=1.0', out=f'run{n}')
+    a, b = (weights(tmp_path / f'run{n}') for n in (1, 3))
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
+
+
+def test_memory_ends_with_the_epoch(data_dir, tmp_path, tiny):
+    """One step per epoch: the second step's text has nothing before it."""
+    args = ['--stream', '--seq_len=16', '--memory=16', '--dropout=0.0', '--learning_rate=1e-9', "--data={'toy_stories': (0.0, 0.02)}"]
+    s, _, _ = settings.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
+    machine, s.batch_size = train.Machine('cpu'), 1
+    s.batch_size = len(train.Data(s, train.Corpus(s, machine), 16, machine).starts) // 2 + 1
+    tiny('--max_iters=2', *args, f'--batch_size={s.batch_size}')
+    data = train.Data(s, train.Corpus(s, machine), 16, machine)
+    model, _ = train.load_checkpoint(tmp_path / 'run')
+    assert len(data.starts) == s.batch_size
+    for step in (1, 2):
+        assert abs(losses(tmp_path / 'run')[step] - model(*data.batch(data.take(s.batch_size)))[1].item()) < 1e-5
 
 
 def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
@@ -433,6 +457,38 @@ def test_epochs_make_the_plan(tiny):
 
 
 # ------------------------------------------------------------------------------------------------ optimiser
+
+
+def test_set_rate_reaches_the_optimizer():
+    """A number on the CPU; on a GPU a tensor that stays the same one, since a graph holds it."""
+    for lr in (1e-3, torch.tensor(1e-3)):
+        optimizer = torch.optim.AdamW([dict(params=[torch.nn.Parameter(torch.ones(2))]), dict(params=[torch.nn.Parameter(torch.ones(2))])], lr=lr)
+        before = [group['lr'] for group in optimizer.param_groups]
+        train.set_rate(optimizer, 0.5)
+        for group, old in zip(optimizer.param_groups, before):
+            assert float(group['lr']) == 0.5 and (not torch.is_tensor(lr) or group['lr'] is old)
+
+
+def test_a_step_leaves_no_old_gradient():
+    """Two steps at a rate of 0: the second gradient is that of its own data alone."""
+    linear, seen = torch.nn.Linear(2, 1), []
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x, y):
+            return None, self.linear(x.float()).mean(), {}
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = SimpleNamespace(batch=lambda starts: (starts[:, None].expand(-1, 2), None))
+    s = SimpleNamespace(gradient_accumulation_steps=2, batch_size=1, memory=0, aux_weights={}, grad_clip=0)
+    cpu = SimpleNamespace(world=1, rank=0, autocast=contextlib.nullcontext)
+    for starts in ([1, 3], [5, 7]):
+        train.train_step(model, optimizer, data, torch.tensor(starts), None, s, cpu)
+        seen.append(linear.weight.grad.tolist())
+    assert seen == [[[2.0, 2.0]], [[6.0, 6.0]]]
 
 
 def test_decay_on_matrices_only():

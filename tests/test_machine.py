@@ -1,0 +1,88 @@
+"""Replay's bookkeeping, with a recorder in place of CUDA's; tests/test_gpu.py has the real one."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+from machine import Replay
+
+
+class FakeGraph:
+    """Runs the step in 'replay' and not in recording, on the tensors that it was recorded with."""
+    pools, recording = [], None
+
+    def pool(self):
+        return 'pool'
+
+    def replay(self):
+        self.step()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    @contextlib.contextmanager
+    def graph(graph, pool, stream):
+        FakeGraph.pools.append(pool)
+        FakeGraph.recording = graph
+        try:
+            yield
+        finally:
+            FakeGraph.recording = None
+    FakeGraph.pools, FakeGraph.recording = [], None
+    generator = types.SimpleNamespace(graphsafe_set_state=lambda state: None)
+    for name, value in dict(CUDAGraph=FakeGraph, graph=graph, current_stream=lambda: None, get_rng_state=torch.get_rng_state,
+                            set_rng_state=torch.set_rng_state, default_generators=[generator]).items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    monkeypatch.setattr(torch, 'Generator', lambda device: types.SimpleNamespace(graphsafe_get_state=lambda: None))
+    return types.SimpleNamespace(device=torch.device('cpu'), cuda=True, world=1)
+
+
+def counted(calls, fails=False):
+    """A step that adds its input up; in recording it only notes what a replay shall do."""
+    total, result = torch.zeros(()), torch.zeros(())
+
+    def work(x):
+        result.copy_(total.add_(x.sum()))
+
+    def step(x):
+        calls.append(x)
+        if FakeGraph.recording is None:
+            work(x)
+        elif fails:
+            torch.rand(3)                                # a failed recording used random numbers
+            raise RuntimeError('waits for the device')
+        else:
+            FakeGraph.recording.step = lambda: work(x)
+        return result
+    return step
+
+
+def test_replay_counts_shapes_copies_inputs_and_shares_memory(cuda):
+    calls, given, sums, total = [], [], [], 0
+    replay = Replay(counted(calls), cuda)
+    for it in range(14):
+        given.append(torch.full((2 + it % 2,), float(it)))
+        total += given[-1].sum().item()
+        sums.append((replay(given[-1]).item(), total))
+    assert all(a == b for a, b in sums) and all((x == it).all() for it, x in enumerate(given)), 'what is handed in is left alone'
+    assert len(calls) == 2 * 4 and FakeGraph.pools == [None, 'pool']     # of both shapes three plain calls and one recording
+
+
+@pytest.mark.parametrize('changes', [dict(cuda=False), dict(world=2), dict(wanted=False)])
+def test_replay_is_plain_where_no_graph_is_possible(cuda, changes):
+    calls, wanted = [], changes.pop('wanted', True)
+    replay = Replay(counted(calls), types.SimpleNamespace(**{**vars(cuda), **changes}), wanted)
+    assert [replay(torch.ones(2)).item() for _ in range(9)] == [2 * i for i in range(1, 10)]
+    assert len(calls) == 9 and FakeGraph.pools == []
+
+
+def test_replay_goes_on_after_a_failed_recording(cuda, capsys):
+    calls = []
+    replay = Replay(counted(calls, fails=True), cuda)
+    torch.manual_seed(0)
+    want = torch.get_rng_state()
+    assert [replay(torch.ones(2)).item() for _ in range(9)] == [2 * i for i in range(1, 10)]
+    assert len(calls) == 10 and torch.equal(torch.get_rng_state(), want)
+    assert capsys.readouterr().out.count('waits for the device') == 1
