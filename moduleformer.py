@@ -144,7 +144,7 @@ class StickBreaking(torch.autograd.Function):
 
 class GroupedProduct(torch.autograd.Function):
     """torch's grouped product. Its own gradient of the weights has one multiprocessor add up all rows of a group for a tile of
-    the matrix: with few groups most of a GPU idles. Here groups are cut, to some 32 parts in all, and their sums added up."""
+    the matrix: with few long groups most of a GPU idles. Here they are cut, to some 32 parts in all, whose sums are added up."""
 
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
@@ -154,7 +154,7 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RF):
         x_RD, w_EDF, ends_E = ctx.saved_tensors
-        grad_RF, parts = grad_RF.contiguous(), max(1, 32 // len(w_EDF))
+        grad_RF, parts = grad_RF.contiguous(), max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
         sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         left = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         ends = (ends_E[:, None] - sizes_E[:, None] * left // parts).flatten()   # of the parts

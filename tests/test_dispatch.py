@@ -11,9 +11,11 @@ import selfmoe
 
 
 @pytest.mark.parametrize('module', [moep, moduleformer, selfmoe])
-@pytest.mark.parametrize('E, ends', [(1, [50]), (3, [0, 1, 70]), (5, [7, 7, 33, 64, 65]), (40, [min(2 * i, 61) for i in range(1, 41)])])
+@pytest.mark.parametrize('E, ends', [
+    (1, [50]), (3, [0, 1, 70]), (40, [min(2 * i, 61) for i in range(1, 41)]),                    # too few rows for parts
+    (1, [4099]), (3, [0, 1, 9000]), (3, [9000] * 3), (5, [7, 7, 3300, 6400, 6401]), (40, [100 * i for i in range(1, 41)])])
 def test_weight_gradient_in_parts(module, E, ends):
-    """Fewer rows than parts, no rows, more groups than parts; a gradient that is one number, expanded (as sum() gives)."""
+    """Long groups are cut; fewer rows than parts, no rows, more groups than parts; a gradient that is one number, expanded."""
     torch.manual_seed(0)
     ends = torch.tensor(ends, dtype=torch.int32)
     x, w = torch.randn(int(ends[-1]), 8), torch.randn(E, 8, 16)
@@ -23,7 +25,7 @@ def test_weight_gradient_in_parts(module, E, ends):
             ins = [t.to(dtype).requires_grad_() for t in (x, w)]
             found.append(torch.autograd.grad(module.grouped_mm(*ins, ends), ins, weight.to(dtype)))
         for a, b in zip(*found):
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize('module', [moep, moduleformer])
