@@ -295,7 +295,7 @@ class ParallelLayer(nn.Module):
         w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
         w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).flatten(1, 2)            # (3, P*D, D): q of all blocks, k, v
         b, n = b_PF.view(P, 3, D).transpose(0, 1).flatten(1), F.layer_norm(x, (D,))
-        q, k, v = (F.linear(n, w[i], b[i]).view(B, T, P * self.n_head, -1).transpose(1, 2) for i in range(3))
+        q, k, v = (F.linear(n, w[i], b[i]).view(B, T, P * self.n_head, -1).transpose(1, 2) for i in range(3))   # (B, P*H, T, d)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         return y.transpose(1, 2).reshape(B * T, P, D)
 
