@@ -8,6 +8,8 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
 
+import tables
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -28,6 +30,26 @@ def papaformer():
             band(axis, seeds[0]['steps'], [seed['loss'][name] for seed in seeds], kind, ls=style)
         axis.set(title=name, xlabel='step of 512 tokens', ylabel='validation loss', ylim=limits)
     axes[0].legend()
+    return figure
+
+
+def moep():
+    """BLiMP and validation loss by words, and how many blocks and experts are hardly used."""
+    found = tables.runs('moep')
+    figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
+    for kind, some in found.items():
+        name = tables.KINDS[kind].replace('`', '')
+        line, = losses.plot(*np.mean([[(e['words'] / 1e6, e['val']['babylm']['loss']) for e in run['evaluations'][1:]] for run in some], 0).T, '.-', label=name)
+        color = line.get_color()
+        if kind != 'gpt2':
+            unused.plot(*np.mean([[(e['words'] / 1e6, tables.idle(e)[0]) for e in run['evaluations']] for run in some], 0).T, '.-', color=color, label=name)
+        if curves := [tables.blimp(run, 'babylm2025', 'fast') for run in some if run['blimp']]:
+            band(scores, [words / 1e6 for words, _ in curves[0]], [[score for _, score in curve] for curve in curves], name, color=color, marker='.')
+    scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%', xscale='log')
+    losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
+    unused.set(title='of 48 choices, hardly used', xlabel='million words', ylabel='with less than 1% of the slots')
+    for axis in (scores, losses, unused):
+        axis.legend(fontsize=8)
     return figure
 
 
@@ -101,8 +123,7 @@ def speed():
 
 
 if __name__ == '__main__':
-    for draw in (papaformer, moduleformer, selfmoe, stlm, speed):
-        if (HERE / f'{draw.__name__}.json').exists():
-            figure = draw()
-            figure.tight_layout()
-            figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)
+    for draw in (moep, papaformer, moduleformer, selfmoe, stlm, speed):
+        figure = draw()
+        figure.tight_layout()
+        figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)

@@ -1,0 +1,105 @@
+"""
+Rebuilds tables of docs/*.md from the files beside this one: python docs/results/tables.py (--check: only says what would change).
+The table NAME stands between <!-- NAME --> and <!-- end -->, and is made by the function NAME.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KINDS = dict(gpt2='GPT-2', moep='MoEP, `switch`', entropy='MoEP, `entropy`', printed='MoEP, `printed`', none='MoEP, no balance loss',
+             swiglu='MoEP-SwiGLU, `switch`')
+
+
+def runs(folder):
+    """{kind: [its runs, by seed]} of files named kind_seed.json."""
+    found = {}
+    for path in sorted((HERE / folder).glob('*.json')):
+        found.setdefault(path.stem.partition('_')[0], []).append(json.loads(path.read_text()))
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def spread(values, digits):
+    """The mean of what there is, and its standard deviation over seeds if there are several."""
+    values = [v for v in values if v is not None]
+    if not values:
+        return '-'
+    return f'{statistics.mean(values):.{digits}f}' + (f' ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else '')
+
+
+def finished(found):
+    """The runs that came to their end."""
+    last = max(run['evaluations'][-1]['iter'] for kind in found.values() for run in kind)
+    return {kind: done for kind, some in found.items() if (done := [run for run in some if run['evaluations'][-1]['iter'] == last])}
+
+
+def blimp(run, mode, subset):
+    """[(words, accuracy)] by words."""
+    return [(r['words'], r['overall']) for b in run['blimp'] if (b['mode'], b['subset']) == (mode, subset) for r in b['runs']]
+
+
+def idle(evaluation):
+    """How many of all choices (blocks and experts, of all layers) got less than 1% of their layer's slots; and of how many."""
+    shares = [share for layer in evaluation['routes'].values() for share in layer]
+    return sum(share < 0.01 for share in shares), len(shares)
+
+
+def moep():
+    yield 'model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | BLiMP, `babylm2025` | choices that go unused'
+    for kind, some in finished(runs('moep')).items():
+        last = [run['evaluations'][-1] for run in some]
+        full = [[blimp(run, mode, 'full')[-1][1] for run in some] for mode in ('harness', 'babylm2025')]
+        unused = ', '.join('{} of {}'.format(*idle(e)) for e in last) if last[0]['routes'] else ''
+        yield (f"{KINDS[kind]} | {len(some)} | {spread([e['val']['babylm']['loss'] for e in last], 3)} | "
+               f"{spread([e['val']['babylm']['bits_per_byte'] for e in last], 3)} | {spread(full[0], 1)} | {spread(full[1], 1)} | {unused}")
+
+
+def moep_words():
+    found = finished(runs('moep'))
+    yield 'words | ' + ' | '.join(KINDS[kind] for kind in found)
+    for million in (1, 2, 3, 5, 7, 10, 20, 30, 40, 60, 80, 100):
+        near = lambda run: min(blimp(run, 'babylm2025', 'fast'), key=lambda point: abs(point[0] - 1e6 * million))[1]
+        yield f'{million}M | ' + ' | '.join(spread([near(run) for run in some], 1) for some in found.values())
+
+
+def moep_routes():
+    yield 'model and balance loss | seed | ' + ' | '.join(f'step {step:,}: val loss, unused' for step in (2000, 6000, 10000))
+    for kind, some in runs('moep').items():
+        for run in some:
+            at = {e['iter']: e for e in run['evaluations']}
+            cells = [f"{at[step]['val']['babylm']['loss']:.3f}" + (', {} of {}'.format(*idle(at[step])) if at[step]['routes'] else '')
+                     for step in (2000, 6000, 10000)]
+            yield f"{KINDS[kind]} | {run['command'].rpartition('=')[2]} | " + ' | '.join(cells)
+
+
+def glue():
+    found, metric = json.loads((HERE / 'glue.json').read_text()), dict(cola='Matthews', mrpc='F1')
+    names = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
+    yield 'task, metric | train, valid | majority | GPT-2 | MoEP | minutes per seed, GPT-2 | MoEP'
+    for task, name in names.items():
+        key, entries = metric.get(task, 'accuracy'), [found[run][task] for run in ('gpt2_42', 'moep_42')]
+        scores = [spread([seed[key] for seed in entry['seeds'].values()], 2) for entry in entries]
+        times = [[seed['minutes'] for seed in entry['seeds'].values()] for entry in entries]
+        yield (f"{name}, {key} | {entries[0]['train']:,}, {entries[0]['valid']:,} | {entries[0]['majority'][key]:.2f} | {' | '.join(scores)} | "
+               + ' | '.join(f'{min(t):.1f} to {max(t):.1f}' for t in times))
+
+
+def fill(text):
+    """The text with every marked table made anew."""
+    def table(match):
+        rows = [f'| {row} |' for row in globals()[match[1]]()]
+        rows.insert(1, '|' + '---|' * (rows[0].replace('\\|', '').count('|') - 1))
+        return f'<!-- {match[1]} -->\n' + '\n'.join(rows) + '\n<!-- end -->'
+    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.DOTALL)
+
+
+if __name__ == '__main__':
+    stale = [path for path in sorted(HERE.parent.glob('*.md')) if fill(path.read_text(encoding='utf-8')) != path.read_text(encoding='utf-8')]
+    for path in stale:
+        if '--check' not in sys.argv:
+            path.write_text(fill(path.read_text(encoding='utf-8')), encoding='utf-8')
+        print(path.name, 'differs from docs/results' if '--check' in sys.argv else 'rebuilt')
+    sys.exit('--check' in sys.argv and bool(stale))
