@@ -2,7 +2,7 @@
 Settings from a config file and the command line: `config/x.py --key=value`.
 
 A config is a file of plain assignments. It is not executed: each value must be an expression of literals, dict(...)
-and arithmetic. Every key must be a field of one of the dataclasses that the caller names, and of that field's type.
+and arithmetic, and nothing else is computed. Every key must be a field of one of the dataclasses that the caller names, and of that field's type.
 """
 
 import ast
@@ -15,8 +15,17 @@ from pathlib import Path
 from errors import UserError
 
 
+PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator,
+         ast.expr_context)
+
+
 def evaluate(text):
-    return eval(text, {'__builtins__': {}, 'dict': dict})
+    tree = ast.parse(text.strip(), mode='eval')
+    for node in ast.walk(tree):
+        is_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) or isinstance(node, ast.Name) and node.id == 'dict'
+        if not (is_dict or isinstance(node, PLAIN)):
+            raise ValueError(f'{ast.unparse(node)} is no literal')
+    return eval(compile(tree, '', 'eval'), {'__builtins__': {}, 'dict': dict})
 
 
 def read_config(path):
@@ -71,6 +80,8 @@ def check_type(key, value, kind):
         return int(value)                                # 1e6 steps
     if float in kinds and type(value) is int:
         return float(value)
+    if str in kinds and type(value) is int:
+        return str(value)                                # a folder named 2024
     if list in kinds and isinstance(value, tuple):
         return list(value)
     names = ' or '.join('None' if k is type(None) else k.__name__ for k in kinds)

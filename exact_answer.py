@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from machine import Machine
 from train import load_checkpoint
 
@@ -47,7 +47,7 @@ def read_problems(path):
         problems = []
         if not path.exists():
             raise UserError(f'there is no file {path}')
-        for number, line in enumerate(path.read_text(encoding='utf-8').split('\n'), 1):
+        for number, line in prepare.read_lines(path):
             if line.strip():
                 try:
                     row = json.loads(line)
@@ -118,6 +118,7 @@ def main():
     args = parser.parse_args()
     if args.max_new_tokens < 1 or args.batch_size < 1 or (args.num is not None and args.num < 1):
         raise UserError('num, max_new_tokens and batch_size must be at least 1')
+    check_writable(args.json)
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     tokenizer, used = prepare.load_tokenizer(ckpt['folder']), ckpt['settings']['data']

@@ -24,7 +24,8 @@ class Machine:
             self.device = torch.device(kind, int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None)
             torch.zeros(1, device=self.device)
         except Exception:
-            raise UserError(f"device '{device}' is not on this machine; it can be auto, cuda, mps or cpu") from None
+            raise UserError(f"device '{device}' is not on this machine; it can be auto, cuda, mps or cpu (one of several GPUs: set "
+                            'CUDA_VISIBLE_DEVICES)') from None
         self.cuda = self.device.type == 'cuda'
         if dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
@@ -71,16 +72,16 @@ class Replay:
 
     def __init__(self, fn, machine, wanted=True):
         self.fn, self.device = fn, machine.device
-        self.found = {}                                  # {shapes: plain calls so far, or what was recorded}
+        self.calls, self.found = {}, {}                  # {shapes: plain calls so far}, {shapes: what was recorded}
         self.plain_calls = 3 if wanted and machine.cuda and machine.world == 1 else math.inf
         self.pool = None                                 # the graphs of all shapes share their memory
 
     def __call__(self, *inputs):
         shapes = tuple(x.shape for x in inputs)
-        if self.found.setdefault(shapes, 0) == self.plain_calls:
+        calls = self.calls[shapes] = self.calls.get(shapes, -1) + 1
+        if calls == self.plain_calls:
             self.record(shapes, inputs)
-        if isinstance(self.found[shapes], int):          # the first calls also compile, and allocate the optimiser's state
-            self.found[shapes] += 1
+        if shapes not in self.found:                     # the first calls also compile, and allocate the optimiser's state
             return self.fn(*inputs)
         graph, held, result = self.found[shapes]
         for mine, new in zip(held, inputs):
@@ -96,7 +97,7 @@ class Replay:
             self.pool, self.found[shapes] = graph.pool(), (graph, held, result)
         except RuntimeError as e:                        # as of a model that waits for the device
             tqdm.write(f'graph     not possible, plain steps instead ({str(e.__context__ or e).splitlines()[0]})')
-            self.found, self.plain_calls = dict.fromkeys(self.found, 0), math.inf
+            self.found, self.plain_calls = {}, math.inf
             # the random generator still belongs to the graph: it gets another state, with the numbers of before
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())

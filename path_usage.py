@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import prepare
-from errors import UserError, run_main
+from errors import UserError, check_writable, run_main
 from machine import Machine
 from papaformer import path_accuracy, path_usage
 from train import load_checkpoint
@@ -51,6 +51,7 @@ def main():
     parser.add_argument('--json', help='write shares and accuracy there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
+    check_writable(args.json)
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     if ckpt['model'] != 'papaformer':

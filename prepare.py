@@ -15,6 +15,7 @@ import argparse
 import base64
 import bz2
 import contextlib
+import difflib
 import functools
 import gzip
 import hashlib
@@ -45,6 +46,7 @@ from toy import SCENES, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 EOT = '<|endoftext|>'
 PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")    # GPT-2's
+TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_blimp', 'toy_glue')
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -159,6 +161,18 @@ def choose_tokenizer(name):
     return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
+def how_to_make(folder):
+    """What to do about a data set that is not there."""
+    name, (base, _, form) = folder.name, folder.name.partition('_')
+    more = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks').get(form)     # as config/paper names them
+    if (folder / 'ckpt.pt').exists():
+        return 'copy it from the data set that the run was trained on'
+    if name in TOYS or base in NAMED and (more or not form):
+        return 'make the data set with: python prepare.py ' + ('toy' if name in TOYS else f'{base} --name {name} {more}' if more else base)
+    near = difflib.get_close_matches(name, [*TOYS, *(path.parent.name for path in folder.parent.glob('*/meta.json'))], 1, 0.8)
+    return f"did you mean '{near[0]}'?" if near else f'make the data set with: python prepare.py text --name {name} --input FILES'
+
+
 def load_meta(folder):
     path = Path(folder) / 'meta.json'
     try:
@@ -169,9 +183,7 @@ def load_meta(folder):
             meta['splits'][split]['tokens'], meta['splits'][split]['words']
         return meta
     except OSError:
-        name = Path(folder).name
-        command = 'toy' if name.startswith('toy_') else name if name in NAMED else f'text --name {name} --input FILES'
-        raise UserError(f'{path} is missing; make the data set with: python prepare.py {command}')
+        raise UserError(f'{path} is missing; {how_to_make(Path(folder))}') from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f'{path} is broken; delete {folder} and make it again with prepare.py')
 
@@ -485,8 +497,7 @@ def make_toy(root='data', overwrite=False):
     """Write toy_stories, toy_math, toy_lingo and toy_blimp where they are missing; they share one BPE. toy_bytes is
     toy_stories once more, as chunks of bytes; toy_glue is a task for finetune.py."""
     plan = dict(toy_stories=(story, 3_000_000), toy_math=(problem, 1_000_000), toy_lingo=(lingo, 1_000_000))
-    names = [*plan, 'toy_bytes', 'toy_blimp', 'toy_glue']
-    missing = [Path(root) / name for name in names if overwrite or not (Path(root) / name).is_dir()]
+    missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     texts = {name: [] for name in plan if missing}
     for name in texts:
         (write, size), dice = plan[name], Dice(name)

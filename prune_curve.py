@@ -65,7 +65,10 @@ def main():
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     largest = 1 if args.normalise == 'max' else 1 / model.config.top_k      # no module has more of its pool's choices
     thresholds = [0.0, *(t for t in args.thresholds or [t * largest for t in THRESHOLDS] if t)]       # 0: nothing is pruned
-    rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine)
+    try:
+        rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine)
+    except ValueError as e:                              # as of a model with adapters
+        raise UserError(f'{args.run}: {e}') from None
     print(f'{args.run} on {folder}: frequencies divided by the {args.normalise} of their pool')
     print('threshold   parameters left   modules left      loss    change')
     for row in rows:

@@ -347,6 +347,8 @@ class SelfMoE(nn.Module):
 
 def rebuild(model, **changes):
     """A model with another config, in the same mode; what both have keeps its weights."""
+    if hasattr(model, 'adapted'):
+        raise ValueError('the model has adapters: merge them first')
     new = SelfMoE(SelfMoEConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
     kept = new.state_dict().keys() & model.state_dict().keys()
     new.load_state_dict({name: model.state_dict()[name] for name in kept}, strict=False)

@@ -3,8 +3,10 @@ The settings of a training run, and the model file that they name: `read_setting
 """
 
 import importlib
+import inspect
+import re
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import configurator
@@ -68,8 +70,12 @@ class Settings:
 def read_settings(argv, usage=''):
     """-> Settings, the model's module, and the keys given for the model's own Config."""
     if '-h' in argv or '--help' in argv:
-        print(usage.strip(), '\n\nSettings and their defaults, besides those of the model:')
-        print('\n'.join(f'  {f.name} = {getattr(Settings(), f.name)!r}' for f in fields(Settings)))
+        argv = [arg for arg in argv if arg not in ('-h', '--help')]
+        module = import_model(configurator.read_command(argv).get('model', Settings.model))
+        print(usage.strip())
+        for owner in (Settings, module.Config):          # as they stand in the source, comments included
+            print(f'\n{owner.__name__}, in {inspect.getmodule(owner).__name__}.py:')
+            print('\n'.join(line for line in inspect.getsource(owner).splitlines() if re.match(r'    (\w+: |#)', line)))
         sys.exit(0)
     values = configurator.read_command(argv)
     module = import_model(values.get('model', Settings.model))

@@ -94,8 +94,9 @@ def read_checkpoint(path):
     path = Path(path)
     file = path / 'ckpt.pt' if path.suffix != '.pt' else path
     if not file.exists():
-        name = file.parent.as_posix().removeprefix('out/')
-        raise UserError(f'there is no checkpoint {file}; train it first, as with: python train.py config/{name}.py')
+        config = Path('config', f"{file.parent.as_posix().removeprefix('out/')}.py")
+        hint = f'; train it first, as with: python train.py {config}' if config.exists() else ''
+        raise UserError(f'there is no checkpoint {file}{hint}')
     try:
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
         if not {'model', 'config', 'settings', 'iter', 'tokenizer', 'weights', 'words'} <= ckpt.keys():
@@ -171,9 +172,13 @@ def initial_model(s, module, model_keys, corpus):
         args['batches'] = corpus.calibration(s.seq_len or models[0].config.block_size)
     try:
         result = operate(models if isinstance(s.init_from, list) else models[0], **args)
-    except (TypeError, ValueError) as e:
-        raise UserError(f'surgery {s.surgery}: {e}') from None
-    return result if isinstance(result, tuple) else (result, None)   # some return (model, report)
+        model, report = result if isinstance(result, tuple) else (result, None)     # some return (model, report)
+        if not isinstance(model, module.Model):
+            raise TypeError('it does not return a model')
+        return model, report
+    except (AttributeError, TypeError, ValueError) as e:
+        several = ' (init_from is a list; this surgery may want one run)' if isinstance(e, AttributeError) and isinstance(s.init_from, list) else ''
+        raise UserError(f'surgery {s.surgery}: {e}{several}') from None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, s, machine)
         self.it, self.memory = 0, [[] for _ in range(s.gradient_accumulation_steps)]
         self.health = torch.zeros((), device=machine.device)   # becomes nan with the first loss or norm that is not finite
-        self.caught = []                                 # signals
+        self.caught, self.routed = [], {}                # signals; what the last evaluation found
         self.check_model()
         torch.manual_seed(s.seed + 1 + machine.rank)     # dropout differs between processes
 
@@ -297,9 +302,12 @@ class Trainer:
             for group, settings in zip(self.optimizer.param_groups, now):
                 group.update(settings)                   # the moments are the checkpoint's, the settings today's
             self.data.load_state(ckpt['data'])
-            mine = ckpt['ranks'][min(self.machine.rank, len(ckpt['ranks']) - 1)]
-            self.machine.set_random_state(mine['random'])
-            self.memory = [[(k.to(self.machine.device), v.to(self.machine.device)) for k, v in m] for m in mine['memory']]
+            if self.machine.rank < len(ckpt['ranks']):
+                mine = ckpt['ranks'][self.machine.rank]
+                self.machine.set_random_state(mine['random'])
+                self.memory = [[(k.to(self.machine.device), v.to(self.machine.device)) for k, v in m] for m in mine['memory']]
+            else:                                        # a process that was not there before
+                torch.manual_seed(self.s.seed + 1 + self.machine.rank + self.it)
             self.say(f'resume    from step {self.it:,}')
 
     def log(self, **record):
@@ -315,9 +323,9 @@ class Trainer:
         if self.machine.rank == 0:
             state = dict(model=self.s.model, config=asdict(self.model.config), settings=asdict(self.s), iter=self.it,
                          tokenizer=self.corpus.hash, weights=self.model.state_dict(), words=self.data.words,
-                         adapted=getattr(self.model, 'adapted', []))
+                         adapted=getattr(self.model, 'adapted', []),
+                         frozen=[name for name, p in self.model.named_parameters() if not p.requires_grad])
             if whole:
-                state['frozen'] = [name for name, p in self.model.named_parameters() if not p.requires_grad]
                 state.update(optimizer=self.optimizer.state_dict(), data=self.data.state(), ranks=ranks,
                              log_bytes=self.log_file.tell())
             save_file(state, self.out / name)
@@ -339,7 +347,8 @@ class Trainer:
             self.say(f"step {self.it:6,}  {name}: val loss {v['loss']:.4f}, perplexity {v['perplexity']:.2f}, "
                      f"{v['bits_per_byte']:.4f} bits per byte")
         x, _ = next(val_batches(self.corpus.val[self.corpus.scored[0]], self.data.T, s, self.corpus.pad))
-        self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x, machine))
+        self.routed = route_shares(self.model, x, machine)
+        self.log(words=round(self.data.words), val=scores, routes=self.routed)
 
     def wrap(self):
         """The model as it is trained: compiled where that pays, and averaged over processes."""
@@ -424,7 +433,8 @@ class Trainer:
             with self.machine.autocast():
                 text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
             self.say(f'\nsample\n{self.corpus.tokenizer.decode(text).strip()}\n')
-            self.say(f'next\n  python sample.py {self.out} --routes       # more text, and the way each token took\n'
+            more = f'{self.out} --routes       # more text, and the way each token took' if self.routed else f'{self.out}                # more text'
+            self.say(f'next\n  python sample.py {more}\n'
                      f'  python eval_blimp.py {self.out}            # how many minimal pairs it gets right\n'
                      f'  python train.py --help                   # every setting; the log is {self.out}/log.jsonl')
 

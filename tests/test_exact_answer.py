@@ -78,9 +78,11 @@ def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):
     assert json.loads((tmp_path / 'r.json').read_text())['problems'] == 20
     (tmp_path / 'bad.jsonl').write_text('{"question": "a", "generated_solution": "1"}\n{"question": "b"}\n')
     (tmp_path / 'empty.jsonl').write_text('\n')
+    (tmp_path / 'latin.jsonl').write_bytes('{"question": "é", "generated_solution": "1"}\n'.encode('latin-1'))
     for args, message in ((['--data', tmp_path / 'bad.jsonl'], 'bad.jsonl:2'), (['--data', tmp_path / 'empty.jsonl'], 'no problems'),
                           (['--data', tmp_path / 'none.jsonl'], 'none.jsonl'), (['--max_new_tokens=500'], 'lower --max_new_tokens'),
-                          (['--num=0'], 'at least 1')):
+                          (['--data', tmp_path / 'latin.jsonl'], 'latin.jsonl: line 1, byte 14 is not UTF-8'),
+                          (['--num=0'], 'at least 1'), (['--json=/none/x.json'], 'cannot be written')):
         args = args if '--data' in args else [f'--data={data_dir}/toy_math', *args]
         monkeypatch.setattr(sys, 'argv', ['exact_answer.py', str(folder), *map(str, args)])
         with pytest.raises(UserError, match=message):

@@ -34,6 +34,14 @@ def test_rows_by_hand(smoke, data_dir):
     assert rows[0]['left'] == 1 and rows[1]['left'] < 1
 
 
+def test_adapters_are_told(run, smoke, data_dir, tmp_path, monkeypatch):
+    run('train.py', '--model=moduleformer', '--data=toy_math', f'--data_dir={data_dir}', f"--init_from={smoke('config/moduleformer_math.py')}",
+        '--surgery=lora.add_lora', '--max_iters=0', f'--out_dir={tmp_path}/adapted')
+    monkeypatch.setattr(sys, 'argv', ['prune_curve.py', f'{tmp_path}/adapted'])
+    with pytest.raises(UserError, match='merge them first'):
+        prune_curve.main()
+
+
 def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):
     folder = smoke('config/moduleformer_math.py')
     done = run('prune_curve.py', folder, '--thresholds', '0', '1', '--normalise=sum', f'--json={tmp_path}/c.json')

@@ -520,3 +520,10 @@ def test_config_errors(wrong):
     SelfMoEConfig(**SMALL)
     with pytest.raises(ValueError):
         SelfMoEConfig(**{**SMALL, **wrong})
+
+
+def test_adapters_are_not_lost_silently():
+    from lora import add_lora
+    for operate in (add_gates, upcycle):
+        with pytest.raises(ValueError, match='merge them first'):
+            operate(add_lora(SelfMoE(SelfMoEConfig(vocab_size=20, block_size=8, n_layer=2, n_head=2, n_kv_head=2, n_embd=16))))

@@ -71,6 +71,18 @@ def test_a_run_from_start_to_end(tiny, tmp_path):
     assert not model.training and ckpt['iter'] == 30 and (tmp_path / 'run' / 'meta.json').exists()
 
 
+def test_what_is_recommended(tiny):
+    assert '--routes' in tiny('--max_iters=1', out='a').stdout
+    assert '--routes' not in tiny('--max_iters=1', '--n_parallel=0', out='b').stdout
+
+
+def test_help_names_every_setting(run):
+    text = run('train.py', 'config/papaformer.py', '--help').stdout
+    for word in ('learning_rate: float = 1e-3            # of AdamW', 'path_embd', 'python train.py config', 'in papaformer.py'):
+        assert word in text
+    assert 'def ' not in text
+
+
 def test_plan_writes_nothing(tiny, tmp_path):
     done = tiny('--max_iters=0', '--batch_size=4', '--gradient_accumulation_steps=3')
     assert '4 chunks x 32 tokens x 3 accumulated x 1 process = 384 tokens' in done.stdout
@@ -271,6 +283,11 @@ def test_two_processes_equal_one(tiny, data_dir, tmp_path):
     tiny(*common, '--gradient_accumulation_steps=4', '--max_iters=22', '--resume', out='one')
     one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
     assert abs(one[22] - two[22]) < 1e-4                 # every process went on where it was
+    done = subprocess.run([*command, '--max_iters=23', '--resume', f'--out_dir={tmp_path / "one"}'], capture_output=True, text=True,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    ranks = torch.load(tmp_path / 'one' / 'ckpt.pt', weights_only=True)['ranks']
+    assert done.returncode == 0 and len(ranks) == 2      # one more than before, with random numbers of its own
+    assert not torch.equal(*(rank['random']['cpu'] for rank in ranks))
 
 
 # ------------------------------------------------------------------------------------------------ starting from other runs
@@ -297,6 +314,9 @@ def average(models):
     for group in zip(*(m.parameters() for m in models)):
         group[0].data = sum(p.data for p in group) / len(group)
     return models[0]
+
+def count(model):
+    return dict(parameters=1)
 '''
 
 
@@ -325,20 +345,22 @@ def test_init_from_and_surgery(tiny, tmp_path):
     a, b, m = weights(base), weights(tmp_path / 'other'), weights(tmp_path / 'mean')
     assert torch.allclose(m['wte.weight'], (a['wte.weight'] + b['wte.weight']) / 2)
     # what a surgery froze stays frozen, after a resume too
-    start(f'--init_from={base}', '--surgery=my_surgery.freeze', '--max_iters=2', '--save_interval=1', out='frozen')
+    start(f'--init_from={base}', '--surgery=my_surgery.freeze', '--max_iters=2', '--save_interval=1', '--checkpoint_words=[10]', out='frozen')
     start(f'--init_from={base}', '--surgery=my_surgery.freeze', '--max_iters=4', '--resume', out='frozen')
     frozen = weights(tmp_path / 'frozen')
     for name, w in frozen.items():
         assert torch.equal(w, a[name]) == name.startswith('first.'), name
-    start(f'--init_from={tmp_path}/frozen', '--max_iters=2', out='onwards')     # or when another run starts from it
-    for name, w in weights(tmp_path / 'onwards').items():
-        assert torch.equal(w, frozen[name]) == name.startswith('first.'), name
+    for where in ('frozen', 'frozen/ckpt_10.pt'):        # or when another run starts from it
+        start(f'--init_from={tmp_path}/{where}', '--max_iters=2', '--overwrite', out='onwards')
+        for name, w in weights(tmp_path / 'onwards').items():
+            assert torch.equal(w, a[name]) == name.startswith('first.'), (where, name)
     # mistakes
     again = start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=6', '--resume', out='frozen', code=2)
     assert "started with surgery = 'my_surgery.freeze'" in again.stderr
     for args, message in ((['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
                           (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'), (['--n_embd=32'], 'do not fit'),
-                          ([f'--init_from=["{base}", "{base}"]'], 'surgery')):
+                          ([f'--init_from=["{base}", "{base}"]'], 'surgery'), (['--surgery=my_surgery.count'], 'does not return a model'),
+                          ([f'--init_from=["{base}"]', '--surgery=my_surgery.freeze'], 'init_from is a list')):
         assert message in start(f'--init_from={base}', *args, code=2, out='bad').stderr
     assert 'init_from' in start('--surgery=my_surgery.widen', code=2, out='bad').stderr
 
@@ -361,6 +383,10 @@ def one_line(done):
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
     (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, triangle']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
+    (['--data=toy_storie'], ["did you mean 'toy_stories'?"]),
+    (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json']),
+    (['--data=simplewiki_chunks'], ['python prepare.py simplewiki --name simplewiki_chunks --chunks']),
+    (['--data=my_book'], ['python prepare.py text --name my_book']),
     (['--vocab_size=100'], ['vocab_size', '100']),
     (['--model=nothing'], ['nothing.py', 'moep']),
     (['--balance=swich'], ['swich', 'switch']),
@@ -373,6 +399,8 @@ def one_line(done):
     (['--stream', '--memory=32'], ['block_size']),
     (['--batch_size', '8'], ['--batch_size=8']),
     (['--device=tpu'], ['tpu']),
+    (['--device=cuda:1'], ['cuda:1', 'CUDA_VISIBLE_DEVICES']),
+    (['--init_from=config/moep.py'], ['no checkpoint config/moep.py/ckpt.pt\n']),
     (['config/nothing.py'], ['config/nothing.py']),
 ])
 def test_mistakes_are_one_line(tiny, tmp_path, args, words):
@@ -425,7 +453,10 @@ def test_config_files(tmp_path):
     given, keys = configurator.sort_keys(values, settings.Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
     assert configurator.read_command(['config/paper/moep.py'])['out_dir'] == 'out/paper/moep'
-    for text, message in (('import os', ':1: a config'), ('a = b = 1', ':1:'), ('x = 1\ny = open("f")', ':2: the value of y'), ('x = (', ':1:')):
+    assert configurator.sort_keys(dict(out_dir=2024, data=7), settings.Settings) == [dict(out_dir='2024', data='7')]
+    for text, message in (('import os', ':1: a config'), ('a = b = 1', ':1:'), ('x = 1\ny = open("f")', ':2: the value of y'), ('x = (', ':1:'),
+                          ('x = ().__class__', 'no literal'), ('x = [y for y in (1,)]', 'no literal'), ('x = dict.fromkeys([1])', 'no literal'),
+                          ('x = (lambda: 1)()', 'no literal'), ('x = len', 'no literal')):
         good.write_text(text)
         with pytest.raises(UserError, match=message):
             configurator.read_config(str(good))
