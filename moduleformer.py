@@ -144,7 +144,7 @@ class StickBreaking(torch.autograd.Function):
 
 class GroupedProduct(torch.autograd.Function):
     """torch's grouped product. Its own gradient of the weights has one multiprocessor add up all rows of a group for a tile of
-    the matrix: with few long groups most of a GPU idles. Here they are cut, to some 32 parts in all, whose sums are added up."""
+    the matrix: with few long groups most of a GPU idles. Here they are cut: some 32 parts, of 2,048 rows or more."""
 
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
@@ -205,7 +205,7 @@ def order_by_choice(choice_NK, n_choices):
     return pair, row, count_ER[:, -1].contiguous()
 
 
-def top_k(prob_NE, k):
+def largest_k(prob_NE, k):
     """The k largest of each row and where they are: topk, but many times faster on a GPU where E is small."""
     choices, left_NE = [], prob_NE.detach()
     for _ in range(k):
@@ -264,7 +264,7 @@ class Router(nn.Module):
             h_NE = F.linear(F.relu(self.B(x_ND.to(self.B.weight.dtype))), self.A())
             log_prob_NE = F.log_softmax(h_NE, -1)
             prob_NE = log_prob_NE.exp()
-            gate_NK, choice_NK = top_k(prob_NE, self.top_k)
+            gate_NK, choice_NK = largest_k(prob_NE, self.top_k)
             p_E = prob_NE.mean(0)                                               # p(m), every token as likely
             entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                  # H(m)
             conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()       # H(m | x)

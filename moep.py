@@ -76,7 +76,7 @@ class MoEPConfig:
 
 class GroupedProduct(torch.autograd.Function):
     """torch's grouped product. Its own gradient of the weights has one multiprocessor add up all rows of a group for a tile of
-    the matrix: with few long groups most of a GPU idles. Here they are cut, to some 32 parts in all, whose sums are added up."""
+    the matrix: with few long groups most of a GPU idles. Here they are cut: some 32 parts, of 2,048 rows or more."""
 
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
@@ -137,7 +137,7 @@ def order_by_choice(choice_NK, n_choices):
     return pair, row, count_ER[:, -1].contiguous()
 
 
-def top_k(prob_NE, k):
+def largest_k(prob_NE, k):
     """The k largest of each row and where they are: topk, but many times faster on a GPU where E is small."""
     choices, left_NE = [], prob_NE.detach()
     for _ in range(k):
@@ -199,7 +199,7 @@ class Router(nn.Module):
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        gate_NK, choice_NK = top_k(prob_NE, self.top_k)
+        gate_NK, choice_NK = largest_k(prob_NE, self.top_k)
         gate_NK, balance = gate_NK / gate_NK.sum(-1, keepdim=True), self.balance_loss(prob_NE, choice_NK)
         if not self.sparse:                              # K = E choices, with a gate of 0 for those not chosen
             gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)

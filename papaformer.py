@@ -92,7 +92,7 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # complex: not inlined, so one table for all layers
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)  # complex: torch.compile makes it one table, for all layers
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 

@@ -94,11 +94,11 @@ class Dropout(nn.Module):
     def __init__(self, p):
         super().__init__()
         self.register_buffer('p', torch.tensor(float(p)), persistent=False)
-        self.attention = p                               # a plain number: SDPA takes no tensor; 0 under a schedule
-        self.on = p > 0
+        self.attention_p = p                             # a plain number: SDPA takes no tensor; 0 under a schedule
+        self.active = p > 0
 
     def forward(self, x):
-        if not (self.training and self.on):
+        if not (self.training and self.active):
             return x
         keep = torch.rand(x.shape, device=x.device) >= self.p
         return torch.where(keep, x / (1 - self.p).to(x.dtype), 0)
@@ -109,7 +109,7 @@ def rope(x, past):
     half, wide = x.size(-1) // 2, torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)    # complex: not inlined, so one table for all layers
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)  # complex: torch.compile makes it one table, for all layers
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -281,12 +281,12 @@ class STLM(nn.Module):
     def set_dropout(self, p):
         """Called by train.py at every step of a schedule. Attention's own dropout is off then."""
         self.dropout.p.fill_(p)
-        self.dropout.on, self.dropout.attention = True, 0.0
+        self.dropout.active, self.dropout.attention_p = True, 0.0
 
     def layers(self, x, past=0, cache=None):
         """The Transformer over (B, T, D) tokens or chunks, up to the final norm."""
         x = self.dropout(x)
-        dropout = self.dropout.attention if self.training else 0.0
+        dropout = self.dropout.attention_p if self.training else 0.0
         for i in range(self.config.n_layer):
             attention, norm = self.attention[i % len(self.attention)], self.norm[i % len(self.norm)]
             ffn, adapters = self.ffn[i % len(self.ffn)], self.adapters[i] if self.adapters else None

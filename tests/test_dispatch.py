@@ -32,12 +32,12 @@ def test_weight_gradient_in_parts(module, E, ends):
 def test_top_k_is_topk_and_never_chooses_twice(module):
     prob = torch.rand(50, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
     for k in (1, 3, 5):
-        for a, b in zip(module.top_k(prob, k), prob.topk(k)):
+        for a, b in zip(module.largest_k(prob, k), prob.topk(k)):
             assert torch.equal(a, b)
     for odd in (torch.tensor([[1.0, 0, 0, 0]]), torch.full((1, 4), 0.25), torch.full((1, 4), math.nan)):   # underflow, ties, nan
-        assert module.top_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
+        assert module.largest_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
     leaf = prob.clone().requires_grad_()
-    module.top_k(leaf, 2)[0].sum().backward()
+    module.largest_k(leaf, 2)[0].sum().backward()
     assert torch.equal(leaf.grad != 0, torch.zeros_like(prob, dtype=torch.bool).scatter(1, prob.topk(2).indices, True))
 
 
