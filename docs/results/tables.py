@@ -75,6 +75,32 @@ def moep_routes():
             yield f"{KINDS[kind]} | {run['command'].rpartition('=')[2]} | " + ' | '.join(cells)
 
 
+def papaformer():
+    found = json.loads((HERE / 'papaformer.json').read_text())['real']
+    yield 'run | steps | stories, val loss | math, val loss | prompts whose path fits their domain'
+    for name, seeds in found.items():
+        last = [[seed['loss'][data][-1] if data in seed['loss'] else None for seed in seeds.values()] for data in ('tinystories_neox', 'openmath_neox')]
+        fits = spread([100 * seed['usage']['accuracy'] for seed in seeds.values()], 0) + '%' if 'usage' in next(iter(seeds.values())) else ''
+        yield f"{name} | {next(iter(seeds.values()))['steps'][-1]:,} | {spread(last[0], 3)} | {spread(last[1], 3)} | {fits}"
+
+
+def selfmoe():
+    found = json.loads((HERE / 'selfmoe.json').read_text())['real']
+    yield 'fine-tuned with | val loss | difference to no gates, seed by seed | answers right of 584, by seed'
+    for name, seeds in found.items():
+        if name != 'base':
+            less = [seed['loss'] - found['none'][key]['loss'] for key, seed in seeds.items()]
+            yield (f"{name.replace('none', 'no gates')} | {spread([seed['loss'] for seed in seeds.values()], 3)} | "
+                   f"{'' if name == 'none' else ', '.join(f'{d:+.3f}' for d in less)} | {', '.join(str(seed['right']) for seed in seeds.values())}")
+
+
+def stlm():
+    found = json.loads((HERE / 'stlm.json').read_text())['simplewiki']
+    yield 'config | parameters | val loss | bits per byte'
+    for name, run in found.items():
+        yield f"`paper/stlm/{name}.py` | {run['parameters'] / 1e6:.1f}M | {run['loss']:.3f} | {run['bits_per_byte']:.3f}"
+
+
 def glue():
     found, metric = json.loads((HERE / 'glue.json').read_text()), dict(cola='Matthews', mrpc='F1')
     names = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
