@@ -19,7 +19,7 @@ aux_weights = dict(mi=0.01)
 
 stride = 128                    # as config/paper/moep.py reads it
 epoch_words = 10e6
-epochs = 10
+epochs = 4                      # 60M tokens
 batch_size = 32
 learning_rate = 1e-3
 min_lr = 1e-4

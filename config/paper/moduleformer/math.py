@@ -1,0 +1,19 @@
+"""Fig. 2 at our size: fine-tuned on math with the load concentration loss, then python prune_curve.py out/paper/moduleformer/math
+
+after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm && python train.py config/paper/moduleformer/math.py
+Without the loss: --aux_weights={}; the paper's weight is 0.001.
+"""
+model = 'moduleformer'
+init_from = 'out/paper/moduleformer/small'
+data = 'openmath_babylm'
+aux_weights = dict(concentration=0.01)
+
+epochs = 2
+batch_size = 32
+learning_rate = 5e-4            # for every method
+min_lr = 5e-5
+warmup_iters = 20
+weight_decay = 0.01
+seed = 42
+eval_interval = 200
+save_interval = 200
