@@ -65,10 +65,10 @@ def seconds(work, machine, repeat=5, at_least=0.2):
             work()
         synchronize(machine)
         return (time.perf_counter() - start) / n
-    first = measure(1)
-    if first > 10 * at_least:                            # so slow that once more is enough
-        return measure(1)
-    measure(2)
+    measure(1)
+    once = measure(1)
+    if once > at_least:                                  # slow: one call each, and beyond some seconds no more
+        return statistics.median([once, *(measure(1) for _ in range(repeat - 1 if once < 10 * at_least else 0))])
     n = max(1, round(at_least / measure(2)))
     return statistics.median(measure(n) for _ in range(repeat))
 

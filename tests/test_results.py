@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / 'docs' / 'results'))
@@ -29,6 +31,27 @@ def test_spread():
 
 def test_unused_choices():
     assert tables.idle(dict(routes={'a': [0.5, 0.5, 0.0, 0.0], 'b': [0.009, 0.011, 0.5, 0.48]})) == (3, 8)
+
+
+def test_seeds_and_runs_that_were_stopped(tmp_path, monkeypatch):
+    """Seeds in one order; a run without BLiMP is in no table of ends, and one that was stopped has a dash."""
+    (tmp_path / 'moep').mkdir()
+    point = lambda step, loss: dict(iter=step, words=5e3 * step, val={'babylm': dict(loss=loss, bits_per_byte=loss / 2)}, routes={'a': [1.0, 0.0]})
+    for name, last, loss in (('moep_1', 10000, 3.0), ('moep_2', 10000, 4.0), ('moep_42', 10000, 5.0), ('none_42', 6000, 6.0)):
+        scores = [dict(mode=mode, subset=subset, runs=[dict(words=1e6, overall=50.0), dict(words=1e8, overall=10 * loss)])
+                  for mode in ('harness', 'babylm2025') for subset in ('fast', 'full')] if last == 10000 else []
+        run = dict(evaluations=[point(step, loss) for step in (0, 2000, 6000, 10000) if step <= last], blimp=scores)
+        (tmp_path / 'moep' / f'{name}.json').write_text(json.dumps(run))
+    monkeypatch.setattr(tables, 'HERE', tmp_path)
+    assert list(tables.runs('moep')['moep']) == [42, 1, 2]
+    assert list(tables.moep())[1:] == ['MoEP, `switch` | 3 | 4.000 ± 1.000 | 2.000 ± 0.500 | 40.0 ± 10.0 | 40.0 ± 10.0 | 1 of 2, 1 of 2, 1 of 2']
+    assert list(tables.moep_words())[1].startswith('1M | 50.0 ± 0.0') and list(tables.moep_words())[-1] == '100M | 40.0 ± 10.0'
+    assert list(tables.moep_routes())[1:] == [f'MoEP, `switch` | {seed} | ' + ' | '.join([f'{loss}, 1 of 2'] * 3)
+                                              for seed, loss in ((42, '5.000'), (1, '3.000'), (2, '4.000'))] + [
+        'MoEP, no balance loss | 42 | 6.000, 1 of 2 | 6.000, 1 of 2 | -']
+    (tmp_path / 'moep' / 'other_42.json').write_text('{}')
+    with pytest.raises(ValueError, match='other_42'):
+        tables.runs('moep')
 
 
 def test_keep_a_run(run, tmp_path):

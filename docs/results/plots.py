@@ -18,6 +18,7 @@ def band(axis, steps, runs, label, **style):
     runs = np.array(runs)
     line, = axis.plot(steps, runs.mean(0), label=label, **style)
     axis.fill_between(steps, runs.min(0), runs.max(0), alpha=0.2, color=line.get_color(), lw=0)
+    return line.get_color()
 
 
 def papaformer():
@@ -35,19 +36,20 @@ def papaformer():
 
 def moep():
     """BLiMP and validation loss by words, and how many blocks and experts are hardly used."""
-    found = tables.runs('moep')
     figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
-    for kind, some in found.items():
-        name = tables.KINDS[kind].replace('`', '')
-        line, = losses.plot(*np.mean([[(e['words'] / 1e6, e['val']['babylm']['loss']) for e in run['evaluations'][1:]] for run in some], 0).T, '.-', label=name)
-        color = line.get_color()
+    for kind, some in tables.runs('moep').items():
+        name, some = tables.KINDS[kind].replace('`', ''), list(some.values())
+        shared = min(len(run['evaluations']) for run in some)            # of a run that was stopped
+        points = [run['evaluations'][:shared] for run in some]
+        words = [e['words'] / 1e6 for e in points[0]]
+        color = band(losses, words[1:], [[e['val']['babylm']['loss'] for e in run[1:]] for run in points], name, marker='.')
         if kind != 'gpt2':
-            unused.plot(*np.mean([[(e['words'] / 1e6, tables.idle(e)[0]) for e in run['evaluations']] for run in some], 0).T, '.-', color=color, label=name)
+            band(unused, words, [[tables.idle(e)[0] for e in run] for run in points], name, color=color, marker='.')
         if curves := [tables.blimp(run, 'babylm2025', 'fast') for run in some if run['blimp']]:
-            band(scores, [words / 1e6 for words, _ in curves[0]], [[score for _, score in curve] for curve in curves], name, color=color, marker='.')
+            band(scores, [w / 1e6 for w in curves[0]], [list(curve.values()) for curve in curves], name, color=color, marker='.')
     scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%', xscale='log')
     losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
-    unused.set(title='of 48 choices, hardly used', xlabel='million words', ylabel='with less than 1% of the slots')
+    unused.set(title='blocks and experts that are hardly used', xlabel='million words', ylabel='with less than 1% of the slots')
     for axis in (scores, losses, unused):
         axis.legend(fontsize=8)
     return figure
@@ -58,10 +60,10 @@ def selfmoe():
     runs = json.loads((HERE / 'selfmoe.json').read_text())['real']
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
     for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
-        tables = [seed['gates'] for seed in runs[f'{kind}, improves'].values()]
-        layers = [row['layer'] for row in tables[0]]
+        found = [seed['gates'] for seed in runs[f'{kind}, improves'].values()]
+        layers = [row['layer'] for row in found[0]]
         for key, style in (('without', '--'), ('with', '-')):
-            band(axis, layers, [[row[key] for row in table] for table in tables], f'{key} the gate', ls=style, marker='o', ms=4)
+            band(axis, layers, [[row[key] for row in table] for table in found], f'{key} the gate', ls=style, marker='o', ms=4)
         axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
     axes[0].set_ylabel('perplexity through the head')
     axes[0].legend()

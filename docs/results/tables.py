@@ -14,12 +14,16 @@ KINDS = dict(gpt2='GPT-2', moep='MoEP, `switch`', entropy='MoEP, `entropy`', pri
              swiglu='MoEP-SwiGLU, `switch`')
 
 
+SEEDS = (42, 1, 2)                                           # in this order everywhere
+
+
 def runs(folder):
-    """{kind: [its runs, by seed]} of files named kind_seed.json."""
-    found = {}
-    for path in sorted((HERE / folder).glob('*.json')):
-        found.setdefault(path.stem.partition('_')[0], []).append(json.loads(path.read_text()))
-    return {kind: found[kind] for kind in KINDS if kind in found}
+    """{kind: {seed: run}} of files named kind_seed.json."""
+    found = {path.stem: json.loads(path.read_text()) for path in (HERE / folder).glob('*.json')}
+    by_kind = {kind: {seed: found.pop(f'{kind}_{seed}') for seed in SEEDS if f'{kind}_{seed}' in found} for kind in KINDS}
+    if found:
+        raise ValueError(f'{folder}: neither kind nor seed is known of {list(found)}')
+    return {kind: some for kind, some in by_kind.items() if some}
 
 
 def spread(values, digits):
@@ -31,14 +35,14 @@ def spread(values, digits):
 
 
 def finished(found):
-    """The runs that came to their end."""
-    last = max(run['evaluations'][-1]['iter'] for kind in found.values() for run in kind)
-    return {kind: done for kind, some in found.items() if (done := [run for run in some if run['evaluations'][-1]['iter'] == last])}
+    """The runs that came to their end: only those were evaluated on BLiMP."""
+    done = {kind: [run for run in some.values() if run['blimp']] for kind, some in found.items()}
+    return {kind: some for kind, some in done.items() if some}
 
 
 def blimp(run, mode, subset):
-    """[(words, accuracy)] by words."""
-    return [(r['words'], r['overall']) for b in run['blimp'] if (b['mode'], b['subset']) == (mode, subset) for r in b['runs']]
+    """{words: accuracy}, by words."""
+    return {r['words']: r['overall'] for b in run['blimp'] if (b['mode'], b['subset']) == (mode, subset) for r in b['runs']}
 
 
 def idle(evaluation):
@@ -51,7 +55,7 @@ def moep():
     yield 'model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | BLiMP, `babylm2025` | choices that go unused'
     for kind, some in finished(runs('moep')).items():
         last = [run['evaluations'][-1] for run in some]
-        full = [[blimp(run, mode, 'full')[-1][1] for run in some] for mode in ('harness', 'babylm2025')]
+        full = [[list(blimp(run, mode, 'full').values())[-1] for run in some] for mode in ('harness', 'babylm2025')]
         unused = ', '.join('{} of {}'.format(*idle(e)) for e in last) if last[0]['routes'] else ''
         yield (f"{KINDS[kind]} | {len(some)} | {spread([e['val']['babylm']['loss'] for e in last], 3)} | "
                f"{spread([e['val']['babylm']['bits_per_byte'] for e in last], 3)} | {spread(full[0], 1)} | {spread(full[1], 1)} | {unused}")
@@ -61,18 +65,19 @@ def moep_words():
     found = finished(runs('moep'))
     yield 'words | ' + ' | '.join(KINDS[kind] for kind in found)
     for million in (1, 2, 3, 5, 7, 10, 20, 30, 40, 60, 80, 100):
-        near = lambda run: min(blimp(run, 'babylm2025', 'fast'), key=lambda point: abs(point[0] - 1e6 * million))[1]
+        near = lambda run: min(blimp(run, 'babylm2025', 'fast').items(), key=lambda point: abs(point[0] - 1e6 * million))[1]
         yield f'{million}M | ' + ' | '.join(spread([near(run) for run in some], 1) for some in found.values())
 
 
 def moep_routes():
-    yield 'model and balance loss | seed | ' + ' | '.join(f'step {step:,}: val loss, unused' for step in (2000, 6000, 10000))
+    steps = (2000, 6000, 10000)
+    yield 'model and balance loss | seed | ' + ' | '.join(f'step {step:,}: val loss, unused' for step in steps)
     for kind, some in runs('moep').items():
-        for run in some:
+        for seed, run in some.items():
             at = {e['iter']: e for e in run['evaluations']}
             cells = [f"{at[step]['val']['babylm']['loss']:.3f}" + (', {} of {}'.format(*idle(at[step])) if at[step]['routes'] else '')
-                     for step in (2000, 6000, 10000)]
-            yield f"{KINDS[kind]} | {run['command'].rpartition('=')[2]} | " + ' | '.join(cells)
+                     if step in at else '-' for step in steps]
+            yield f'{KINDS[kind]} | {seed} | ' + ' | '.join(cells)
 
 
 def papaformer():

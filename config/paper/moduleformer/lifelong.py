@@ -1,9 +1,9 @@
 """Table 5 at our size: math as the new domain and nothing of the old text; two new modules in every layer, everything else frozen. The
 weight of rout_reg holds the new modules back (the paper: 0, 0.25, 0.5, 1).
 
-after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm && python train.py config/paper/moduleformer/lifelong.py
+after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl && python train.py config/paper/moduleformer/lifelong.py
 Other rows, each with its own --out_dir: --aux_weights="dict(rout_reg=W)"; dense --model=papaformer --aux_weights={} --init_from=out/paper/moduleformer/dense
---surgery=lora.add_lora --surgery_args="dict(rank=R, alpha=2R, dropout=0.0)".
+--surgery=lora.add_lora --surgery_args="dict(rank=8, alpha=16, dropout=0.0)".
 """
 model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'

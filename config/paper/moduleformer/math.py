@@ -1,6 +1,6 @@
 """Fig. 2 at our size: fine-tuned on math with the load concentration loss, then python prune_curve.py out/paper/moduleformer/math
 
-after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm && python train.py config/paper/moduleformer/math.py
+after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl && python train.py config/paper/moduleformer/math.py
 Without the loss: --aux_weights={}; the paper's weight is 0.001.
 """
 model = 'moduleformer'
