@@ -336,24 +336,28 @@ class STLM(nn.Module):
 
     # the protocol
 
-    def features(self, idx, cache=None):
-        """(B, T) ids -> final-norm states (B, T, D). Byte-level: at each symbol, the state that has read every chunk
-        which is whole by then, its last slot of padding included."""
+    def check(self, idx, cache):
+        """-> how many tokens the cache holds."""
         past = cache[0][0].size(2) if cache else 0
         if past + idx.size(1) > self.config.block_size:
             raise ValueError(f'{past + idx.size(1)} tokens are more than the block_size of {self.config.block_size}')
+        if self.config.byte_limit and cache is not None:
+            raise ValueError('the byte-level model keeps its cache inside generate')
+        return past
+
+    def features(self, idx, cache=None):
+        """(B, T) ids -> final-norm states (B, T, D). Byte-level: at each symbol, the state that has read every chunk
+        which is whole by then, its last slot of padding included."""
+        past = self.check(idx, cache)
         if not self.config.byte_limit:
             return self.layers(self.wte(idx), past, cache), {}
-        if cache is not None:
-            raise ValueError('the byte-level model keeps its cache inside generate')
         states = self.core(self.whole_chunks(idx)[:, :-1])
         whole = torch.arange(1, idx.size(1) + 1, device=idx.device) // (self.config.byte_limit + 1)
         return states[:, whole], {}
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         if self.config.byte_limit:
-            if cache is not None or idx.size(1) > self.config.block_size:
-                self.features(idx, cache)                # says what is wrong
+            self.check(idx, cache)
             chunks = self.whole_chunks(idx)
             logits = self.spell(self.core(chunks[:, :-1]), chunks).flatten(1, 2)[:, 1:idx.size(1) + 1]
         else:

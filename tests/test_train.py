@@ -320,15 +320,16 @@ def count(model):
 '''
 
 
-def test_init_from_and_surgery(tiny, tmp_path):
+def test_init_from_and_surgery(tiny, tmp_path, monkeypatch):
     (tmp_path / 'my_surgery.py').write_text(SURGERY)
+    monkeypatch.syspath_prepend(tmp_path)                # for mistakes, which run in this process
     tiny('--max_iters=20', out='base')
     tiny('--max_iters=20', '--seed=1', out='other')
     base = tmp_path / 'base'
     rest = [a for a in TINY if a.split('=')[0][2:] not in MoEPConfig.__dataclass_fields__]
 
     def start(*args, code=0, out='new'):                 # the model's settings come from the checkpoint
-        return tiny(*args, code=code, out=out, keys=rest, PYTHONPATH=str(tmp_path))
+        return tiny(*args, code=code, out=out, keys=rest, **({} if code else dict(PYTHONPATH=str(tmp_path))))
     # plain fine-tuning: starts at the base's validation loss
     start(f'--init_from={base}', '--max_iters=2', '--dropout=0.0', out='tuned')
     first = [r for r in read_log(tmp_path / 'tuned') if 'val' in r][0]
