@@ -10,10 +10,14 @@ that it does not matter which modules an earlier token took. Attention is *stick
 in time, each key takes a share sigmoid(z) of what the later keys left of a stick of length 1. That favours the latest
 match, so no positional embedding is needed, and a model trained on T tokens runs at any length.
 
-Modules come and go after training. `insert_experts` adds new ones beside frozen old ones, to learn a new domain and forget
-less of the old one (how much less: docs/moduleformer.md); `prune_experts` removes those that a domain does not use, after `concentration` has made it use fewer.
+Modules come and go after training. `insert_experts` adds new ones beside frozen old ones, to learn a new domain and forget less of the
+old one (how much less: docs/moduleformer.md); `prune_experts` removes those that a domain does not use, after `concentration` has made
+it use fewer.
 
 What to look at first: `stick_weights`, where Eq. 3 and 4 are three lines, and `Router`, which chooses and holds all losses.
+
+Measured: trained on 128 tokens, it has 1.071 nats per token at positions up to 512, where rotary positions have 3.2 (toy stories, three
+seeds: docs/moduleformer.md). 104M parameters, 22M active: 0.83M training tokens/s at batch 32 x 512 on one H200 (docs/speed.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 3 prints no scale; z is divided by sqrt(d_head), as usual. A module's width may be split into heads.

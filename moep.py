@@ -10,22 +10,22 @@ Blocks and shrink/grow experts are chosen by linear top-K routers whose K weight
 A block's attention reads the keys and values of *all* earlier tokens, whether or not they chose that block. With
 no parallel layers this file is the paper's GPT-2 baseline; with `swiglu` it is MoEP-SwiGLU.
 
-What to look at first: `ParallelLayer.forward`. The authors' release runs every block on every token and throws
-half of it away (as `sparse=False` does here, the reference). By default only what is chosen is computed: queries, keys
-and values of all P blocks in one attention call, then output projection and FFN for the chosen (token, block) pairs
-alone, ordered by block and multiplied by a grouped matrix product. Same numbers, tested.
+What to look at first: `ParallelLayer.forward`. The authors' release runs every block on every token and throws half of it away (as
+`sparse=False` does here, the reference). By default only what is chosen is computed: queries, keys and values of all P blocks in one
+attention call, then output projection and FFN for the chosen (token, block) pairs alone, by a grouped matrix product. Same numbers, tested.
+
+Measured on one H200: 28M parameters, 100M words of BabyLM-style text, one seed: 3.488 nats per token and BLiMP 64.9, GPT-2 (this file)
+3.348 and 67.8: docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. We default to the Switch form that the
   release uses; `entropy` is the printed one with its sign turned, `printed` is the formula to the letter.
 - At top_k = 1 the renormalised weight is always 1: the router then learns from the balance loss alone.
-- The paper says only that the chosen outputs "are summed". That they are weighted, that the weights are renormalised,
-  and that attention reads all earlier tokens is our reading; so are a tied head, biases in experts, none in routers.
-- The paper gives no initialisation. We take GPT-2's, but shrink and grow keep the stream's size (docs/moep.md).
+- The paper says only that the chosen outputs "are summed". That they are weighted, that the weights are renormalised, and that attention
+  reads all earlier tokens is our reading; so are a tied head, biases in experts, none in routers, and the initialisation (docs/moep.md).
 
-Dimension letters, as suffixes where routing makes shapes hard to see: B batch, T sequence, N = B*T tokens, D width,
-H heads, P parallel blocks, E choices (experts, or blocks: then E = P), K chosen per token, R = N*K rows that are
-computed, sorted by choice, F another width, V vocabulary.
+Dimension letters, as suffixes where routing makes shapes hard to see: B batch, T sequence, N = B*T tokens, D width, H heads, P parallel
+blocks, E choices (experts, or blocks: then E = P), K chosen per token, R = N*K rows, sorted by choice, F another width, V vocabulary.
 """
 
 import math

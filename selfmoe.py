@@ -12,6 +12,9 @@ What to look at first: `SelfMoE.features`, where Eq. 2 is one line, and `select_
 by layer, whether the model's own head would predict better with or without the gate. `upcycle` is the mixture that the
 paper compares with (Table 5): every FFN copied n times behind a router, which also starts out as the base model.
 
+Measured on one H200: 31.6M parameters fine-tuned on math have 2.436 nats per token without gates, 2.431 with matrix gates, 2.405 as a mixture
+(three seeds: docs/results.md).
+
 Departures from the paper, and gaps it leaves:
 - Eq. 5 as printed drops the gates that lower perplexity and keeps those that raise it. The text drops the gates that
   change little, Table 6 drops all gates before some layer. `select_gates` has all three (`printed`, `changes`,
