@@ -495,7 +495,7 @@ def encode_split(work, split, spans, end, jobs):
 
 def make_toy(root='data', overwrite=False):
     """Write toy_stories, toy_math, toy_lingo and toy_blimp where they are missing; they share one BPE. toy_bytes is
-    toy_stories once more, as chunks of bytes; toy_glue is a task for finetune.py."""
+    toy_stories once more, as chunks of bytes; toy_glue is a task for finetune.py. -> what was missing"""
     plan = dict(toy_stories=(story, 3_000_000), toy_math=(problem, 1_000_000), toy_lingo=(lingo, 1_000_000))
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     texts = {name: [] for name in plan if missing}
@@ -525,6 +525,7 @@ def make_toy(root='data', overwrite=False):
         except UserError:
             if not target.is_dir():         # else another process made it meanwhile, which is as good
                 raise
+    return missing
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -565,7 +566,11 @@ def main(argv=None):
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
     if args.what == 'toy':
-        return make_toy(args.out, args.overwrite)
+        if args.name or args.input:
+            raise UserError('the toy corpora have names and texts of their own: python prepare.py toy [--out FOLDER] [--overwrite]')
+        if not make_toy(args.out, args.overwrite):
+            print(f'{args.out} holds all toy corpora already; --overwrite makes them anew')
+        return
     name, preset = args.name or (args.what if args.what in NAMED else ''), NAMED.get(args.what, [{}])[0]
     for wrong, message in [
             (not re.fullmatch(r'\w[\w.-]*', name), f'--name {name}: a name of letters, digits, _ . - is needed'),

@@ -644,9 +644,12 @@ def test_toy_is_the_same_everywhere(toy):
         assert digest.hexdigest()[:16] == expected, name
 
 
-def test_toy_folders(toy):
+def test_toy_folders(toy, capsys):
     before = {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
-    prepare.make_toy(toy)
+    prepare.main(['toy', '--out', str(toy)])
+    assert 'holds all toy corpora already' in capsys.readouterr().out
+    with pytest.raises(UserError, match='of their own'):
+        prepare.main(['toy', '--name', 'mine'])
     assert before == {p: p.stat().st_mtime_ns for p in toy.rglob('*')}
     assert sorted(os.listdir(toy)) == ['toy_blimp', 'toy_bytes', 'toy_glue', 'toy_lingo', 'toy_math', 'toy_stories']
     whole, chunks = (load_meta(toy / name)['splits']['val'] for name in ('toy_stories', 'toy_bytes'))
