@@ -64,7 +64,7 @@ def data_dir(tmp_path_factory):
 @pytest.fixture(scope='session')
 def smoke(run, data_dir, tmp_path_factory):
     """Train a config for two steps and give its run folder, after those it starts from; each only once per session.
-    config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser. None: too large to train."""
+    config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser, on windows of 64. None: too large to train."""
     import configurator
     folder, done, locks = tmp_path_factory.mktemp('smoke'), set(), defaultdict(threading.Lock)
 
@@ -80,7 +80,7 @@ def smoke(run, data_dir, tmp_path_factory):
         with locks[config]:
             if config in done:
                 return out
-            data = ['--data=toy_stories', '--eval_data=None'] if 'paper' in config else []
+            data = ['--data=toy_stories', '--eval_data=None', '--seq_len=64'] if 'paper' in config else []
             if 'molm' in config:                         # billions of parameters: counted, not trained
                 run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=0', cwd=folder)
                 return None

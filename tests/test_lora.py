@@ -186,6 +186,7 @@ def test_dropout():
         model.train()
 
 
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # a CPU without bfloat16
 def test_state_dict_copies_and_precision():
     ids = some_ids()
     model = stir(add_lora(make('moep'), rank=3, only='qkv|down'))
