@@ -22,8 +22,8 @@ PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keywor
 def evaluate(text):
     tree = ast.parse(text.strip(), mode='eval')
     for node in ast.walk(tree):
-        is_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) or isinstance(node, ast.Name) and node.id == 'dict'
-        if not (is_dict or isinstance(node, PLAIN)):
+        of_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) or isinstance(node, ast.Name) and node.id == 'dict'
+        if not (of_dict or isinstance(node, PLAIN)):     # a call's name is a node of its own, and must be dict
             raise ValueError(f'{ast.unparse(node)} is no literal')
     return eval(compile(tree, '', 'eval'), {'__builtins__': {}, 'dict': dict})
 

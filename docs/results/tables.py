@@ -12,8 +12,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KINDS = dict(gpt2='GPT-2', moep='MoEP, `switch`', entropy='MoEP, `entropy`', printed='MoEP, `printed`', none='MoEP, no balance loss',
              swiglu='MoEP-SwiGLU, `switch`')
-
-
 SEEDS = (42, 1, 2)                                           # in this order everywhere
 
 
@@ -122,7 +120,7 @@ def fill(text):
     """The text with every marked table made anew."""
     def table(match):
         rows = [f'| {row} |' for row in globals()[match[1]]()]
-        rows.insert(1, '|' + '---|' * (rows[0].replace('\\|', '').count('|') - 1))
+        rows.insert(1, '|' + '---|' * (rows[0].count('|') - 1))
         return f'<!-- {match[1]} -->\n' + '\n'.join(rows) + '\n<!-- end -->'
     return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.DOTALL)
 
