@@ -16,9 +16,9 @@ connection = 'gumbel1'
 aux_form = 'intended'           # the paper's text; its printed Eq. 8 and 9 have the other sign
 aux_weights = dict(entropy=0.01, load=0.01)
 
-epochs = 2                      # another cut in each
+epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
 batch_size = 32
-gradient_accumulation_steps = 8
+gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4
 min_lr = 0.0                    # not given in the paper
 schedule = 'cosine'

@@ -3,15 +3,15 @@
 after path_1.py and path_2.py: python train.py config/paper/papaformer/stories_math/gumbel1.py
 """
 model = 'papaformer'
-data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.12, 0.2)}   # what the paths have not seen
+data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}    # what the paths have not seen
 init_from = ['out/paper/papaformer/stories_math/path_1', 'out/paper/papaformer/stories_math/path_2']
 surgery = 'compose'
 surgery_args = dict(connection='gumbel1')
 aux_weights = dict(entropy=0.01, load=0.01)
 
-epochs = 2                      # another cut in each
+epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
 batch_size = 32
-gradient_accumulation_steps = 8
+gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4
 min_lr = 0.0                    # not given in the paper
 schedule = 'cosine'
