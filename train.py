@@ -482,7 +482,9 @@ def sketch(module, model_keys):
 
 def show_plan(model, s, corpus, data, machine, max_iters, say):
     total, active = model.count_params()
-    say(f'model     {s.model}: {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active per token')
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    say(f'model     {s.model}: {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active per token'
+        + (f', {trained / 1e6:.2f}M trained' if trained < sum(p.numel() for p in model.parameters()) else ''))
     if data is None:
         return
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):

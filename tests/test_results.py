@@ -46,9 +46,9 @@ def test_seeds_and_runs_that_were_stopped(tmp_path, monkeypatch):
     assert list(tables.runs('moep')['moep']) == [42, 1, 2]
     assert list(tables.moep())[1:] == ['MoEP, `switch` | 3 | 4.000 ± 1.000 | 2.000 ± 0.500 | 40.0 ± 10.0 | 40.0 ± 10.0 | 1 of 2, 1 of 2, 1 of 2']
     assert list(tables.moep_words())[1].startswith('1M | 50.0 ± 0.0') and list(tables.moep_words())[-1] == '100M | 40.0 ± 10.0'
-    assert list(tables.moep_routes())[1:] == [f'MoEP, `switch` | {seed} | ' + ' | '.join([f'{loss}, 1 of 2'] * 3)
+    assert list(tables.moep_routes())[1:] == [f'MoEP, `switch` | {seed} | ' + ' | '.join([f'{loss}, 1 of 2'] * 3 + ['-'])
                                               for seed, loss in ((42, '5.000'), (1, '3.000'), (2, '4.000'))] + [
-        'MoEP, no balance loss | 42 | 6.000, 1 of 2 | 6.000, 1 of 2 | -']
+        'MoEP, no balance loss | 42 | 6.000, 1 of 2 | 6.000, 1 of 2 | - | -']
     (tmp_path / 'moep' / 'other_42.json').write_text('{}')
     with pytest.raises(ValueError, match='other_42'):
         tables.runs('moep')
@@ -62,9 +62,11 @@ def test_keep_a_run(run, tmp_path):
     scores = dict(checkpoint='out/run/ckpt_1M.pt', iter=6, words=1e6, overall=61.23456, fields={'syntax': 60.0}, phenomena={'npi': 1.0}, paradigms={})
     for subset in ('fast', 'full'):
         (tmp_path / f'{subset}.json').write_text(json.dumps(dict(mode='harness', subset=subset, runs=[scores])))
+    (tmp_path / 'run.log').write_text('a warning\nmodel     papaformer: 30.24M parameters, 23.94M active per token, 14.30M trained\n')
+    (tmp_path / 'usage.json').write_text('{"accuracy": 0.46650001}')
     out = tmp_path / 'kept' / 'a_1.json'
     run('docs/results/keep.py', tmp_path / 'run', '--out', out, '--command', 'train.py x', '--every', '3', '--minutes', '2.5',
-        '--blimp', tmp_path / 'fast.json', tmp_path / 'full.json')
+        '--blimp', tmp_path / 'fast.json', tmp_path / 'full.json', '--printed', tmp_path / 'run.log', '--with', f"usage={tmp_path / 'usage.json'}")
     kept = json.loads(out.read_text())
     assert kept['command'] == 'train.py x' and kept['minutes'] == 2.5 and kept['tokens_per_s'] == 350
     assert [e['val']['x']['loss'] for e in kept['evaluations']] == [7.6543, 1.5]
@@ -72,6 +74,12 @@ def test_keep_a_run(run, tmp_path):
     fast, full = kept['blimp']
     assert fast['runs'] == [dict(checkpoint='ckpt_1M.pt', iter=6, words=1e6, overall=61.235, fields={'syntax': 60.0})]
     assert full['runs'][0]['phenomena'] == {'npi': 1.0}
+    assert (kept['parameters'], kept['active'], kept['trained']) == (30.24e6, 23.94e6, 14.3e6) and kept['usage'] == {'accuracy': 0.4665}
+
+
+def test_a_model_that_trains_whole(tmp_path):
+    (tmp_path / 'run.log').write_text('model     moep: 28.36M parameters, 21.30M active per token\n')
+    assert keep.read_size(tmp_path / 'run.log') == dict(parameters=28.36e6, active=21.3e6, trained=28.36e6)
 
 
 def test_keep_fine_tuning(tmp_path):

@@ -38,20 +38,76 @@ def moep():
     """BLiMP and validation loss by words, and how many blocks and experts are hardly used."""
     figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
     for kind, some in tables.runs('moep').items():
-        name, some = tables.KINDS[kind].replace('`', ''), list(some.values())
+        name, some = tables.KINDS['moep'][kind].replace('`', ''), list(some.values())
         shared = min(len(run['evaluations']) for run in some)            # of a run that was stopped
         points = [run['evaluations'][:shared] for run in some]
         words = [e['words'] / 1e6 for e in points[0]]
         color = band(losses, words[1:], [[e['val']['babylm']['loss'] for e in run[1:]] for run in points], name, marker='.')
         if kind != 'gpt2':
             band(unused, words, [[tables.idle(e)[0] for e in run] for run in points], name, color=color, marker='.')
-        if curves := [tables.blimp(run, 'babylm2025', 'fast') for run in some if run['blimp']]:
+        if curves := [curve for run in some if (curve := tables.blimp(run, 'babylm2025', 'fast'))]:
             band(scores, [w / 1e6 for w in curves[0]], [list(curve.values()) for curve in curves], name, color=color, marker='.')
     scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%', xscale='log')
     losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
     unused.set(title='blocks and experts that are hardly used', xlabel='million words', ylabel='with less than 1% of the slots')
     for axis in (scores, losses, unused):
         axis.legend(fontsize=8)
+    return figure
+
+
+def dots(axis, found, title):
+    """A line for every {name: values of its seeds}, the first on top."""
+    for height, values in enumerate(reversed(found.values())):
+        axis.plot(values, [height] * len(values), 'o', color='C0')
+    axis.set(title=title, yticks=range(len(found)), yticklabels=[name.replace('`', '') for name in reversed(found)])
+    axis.grid(alpha=0.4)
+
+
+def papaformer_real():
+    """Both phases on real text: validation losses."""
+    found = {kind: [run['evaluations'][-1]['val'] for run in some.values()] for kind, some in tables.runs('papaformer').items()}
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
+    for axis, phase, data, title in zip(axes, ('stories', 'both', 'both'), ('tinystories', 'tinystories_neox', 'openmath_neox'),
+                                        ('first phase, stories', 'second phase, stories', 'second phase, math')):
+        dots(axis, {tables.KINDS['papaformer'][kind].replace('aux losses ', ''): [v[data]['loss'] for v in some]
+                    for kind, some in found.items() if kind.startswith(phase) and data in some[0]}, title)
+        axis.set_xlabel('validation loss')
+    return figure
+
+
+def moduleformer_real():
+    """Math as the new domain: what is forgotten against what is learned, with some of the old text and without; pruning."""
+    found = tables.runs('moduleformer')
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
+    for axis, how, title in zip(axes, ('joint', 'life'), ('math and a fifth of the old text', 'math alone')):
+        for base, style in (('base', '--'), ('base-dense', ':')):
+            axis.axvline(np.mean([run['evaluations'][-1]['val']['babylm']['loss'] for run in found[base].values()]), color='grey', ls=style,
+                         label=f"{tables.KINDS['moduleformer'][base]}, before")
+        for kind, some in found.items():
+            if kind.startswith(how):
+                name = tables.KINDS['moduleformer'][kind].replace('`', '')
+                points = [[run['evaluations'][-1]['val'][data]['loss'] for data in ('babylm', 'openmath_babylm')] for run in some.values()]
+                axis.plot(*zip(*points), 'o' if 'Module' in name else 's', ms=7, label=name)
+        low, high = axis.get_ylim()
+        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math', ylim=(low - 0.7 * (high - low), high))
+    for kind, some in found.items():
+        if kind.startswith('math'):
+            rows = [run['prune']['rows'] for run in some.values()]
+            axes[2].plot(100 * np.mean([[row['modules'] for row in r] for r in rows], 0), np.mean([[row['loss'] for row in r] for r in rows], 0), '.-',
+                         label=tables.KINDS['moduleformer'][kind])
+    axes[2].set(title='pruned after fine-tuning on math', xlabel='% of the modules left', ylabel='loss, math')
+    for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):
+        axis.legend(fontsize=7, loc=place)
+    return figure
+
+
+def stlm_real():
+    """Bits per byte."""
+    figure, axis = plt.subplots(figsize=(7, 2.8))
+    dots(axis, {f"{tables.KINDS['stlm'][kind]}, {next(iter(some.values()))['parameters'] / 1e6:.1f}M": [
+        run['evaluations'][-1]['val']['simplewiki_chunks' if 'bytes' in kind else 'simplewiki']['bits_per_byte'] for run in some.values()]
+        for kind, some in tables.runs('stlm').items()}, 'Simple English Wikipedia')
+    axis.set_xlabel('bits per byte')
     return figure
 
 
@@ -125,7 +181,7 @@ def speed():
 
 
 if __name__ == '__main__':
-    for draw in (moep, papaformer, moduleformer, selfmoe, stlm, speed):
+    for draw in (moep, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm, stlm_real, speed):
         figure = draw()
         figure.tight_layout()
         figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)

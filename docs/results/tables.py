@@ -10,15 +10,29 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KINDS = dict(gpt2='GPT-2', moep='MoEP, `switch`', entropy='MoEP, `entropy`', printed='MoEP, `printed`', none='MoEP, no balance loss',
-             swiglu='MoEP-SwiGLU, `switch`')
+AUX = {'': '', '-printed': ', aux losses as printed', '-released': ', aux losses as released'}
+KINDS = dict(                                                # what the files of a folder are called, in the order of the tables
+    moep=dict(gpt2='GPT-2', moep='MoEP, `switch`', entropy='MoEP, `entropy`', printed='MoEP, `printed`', none='MoEP, no balance loss',
+              swiglu='MoEP-SwiGLU, `switch`'),
+    papaformer={f'{phase}-{kind}{aux}': name + text for phase in ('stories', 'both')
+                for kind, name in dict(path1='Path_1', path2='Path_2', llama256='LLaMA_256', llama192='LLaMA_192', share='Share_Linear',
+                                       gumbel1='Gumb_MoE_1', gumbel2='Gumb_MoE_2').items() for aux, text in AUX.items()},
+    moduleformer={'base': 'ModuleFormer', 'base-dense': 'dense',
+                  **{f'{how}-{kind}': name for how in ('joint', 'life') for kind, name in {
+                      'full': 'ModuleFormer, fully tuned', 'insert': 'ModuleFormer, inserted', **{
+                          f'insert{w}': f'ModuleFormer, inserted, `rout_reg` {w:g}' for w in (0.0, 0.25, 0.5, 1.0)},
+                      'dense': 'dense, fully tuned', 'lora': 'dense, LoRA 32, embedding and head', 'lora8': 'dense, LoRA 8',
+                      'lora32': 'dense, LoRA 32'}.items()},
+                  **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)}},
+    stlm={name.replace('_', '-'): f'`{name}.py`' for name in (
+        'baseline', 'shared_ffn', 'shared_ffn_lora', 'shared_all', 'bytes_causal', 'bytes_parallel')})
 SEEDS = (42, 1, 2)                                           # in this order everywhere
 
 
 def runs(folder):
     """{kind: {seed: run}} of files named kind_seed.json."""
     found = {path.stem: json.loads(path.read_text()) for path in (HERE / folder).glob('*.json')}
-    by_kind = {kind: {seed: found.pop(f'{kind}_{seed}') for seed in SEEDS if f'{kind}_{seed}' in found} for kind in KINDS}
+    by_kind = {kind: {seed: found.pop(f'{kind}_{seed}') for seed in SEEDS if f'{kind}_{seed}' in found} for kind in KINDS[folder]}
     if found:
         raise ValueError(f'{folder}: neither kind nor seed is known of {list(found)}')
     return {kind: some for kind, some in by_kind.items() if some}
@@ -43,6 +57,16 @@ def blimp(run, mode, subset):
     return {r['words']: r['overall'] for b in run['blimp'] if (b['mode'], b['subset']) == (mode, subset) for r in b['runs']}
 
 
+def full_blimp(some, mode='harness'):
+    """Of all seeds, at the end."""
+    return spread([list(scores.values())[-1] for run in some if (scores := blimp(run, mode, 'full'))], 1)
+
+
+def val(some, data, key='loss', at=-1):
+    """Of all seeds, at an evaluation, the last if not said otherwise."""
+    return spread([run['evaluations'][at]['val'][data][key] if data in run['evaluations'][at]['val'] else None for run in some], 3)
+
+
 def idle(evaluation):
     """How many of all choices (blocks and experts, of all layers) got less than 1% of their layer's slots; and of how many."""
     shares = [share for layer in evaluation['routes'].values() for share in layer]
@@ -53,29 +77,73 @@ def moep():
     yield 'model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | BLiMP, `babylm2025` | choices that go unused'
     for kind, some in finished(runs('moep')).items():
         last = [run['evaluations'][-1] for run in some]
-        full = [[list(blimp(run, mode, 'full').values())[-1] for run in some] for mode in ('harness', 'babylm2025')]
         unused = ', '.join('{} of {}'.format(*idle(e)) for e in last) if last[0]['routes'] else ''
-        yield (f"{KINDS[kind]} | {len(some)} | {spread([e['val']['babylm']['loss'] for e in last], 3)} | "
-               f"{spread([e['val']['babylm']['bits_per_byte'] for e in last], 3)} | {spread(full[0], 1)} | {spread(full[1], 1)} | {unused}")
+        yield (f"{KINDS['moep'][kind]} | {len(some)} | {val(some, 'babylm')} | {val(some, 'babylm', 'bits_per_byte')} | "
+               f"{full_blimp(some)} | {full_blimp(some, 'babylm2025')} | {unused}")
 
 
 def moep_words():
-    found = finished(runs('moep'))
-    yield 'words | ' + ' | '.join(KINDS[kind] for kind in found)
+    curves = {kind: [c for run in some if (c := blimp(run, 'babylm2025', 'fast'))] for kind, some in finished(runs('moep')).items()}
+    curves = {kind: some for kind, some in curves.items() if some}
+    yield 'words | ' + ' | '.join(f"{KINDS['moep'][kind]}, seeds: {len(some)}" for kind, some in curves.items())
     for million in (1, 2, 3, 5, 7, 10, 20, 30, 40, 60, 80, 100):
-        near = lambda run: min(blimp(run, 'babylm2025', 'fast').items(), key=lambda point: abs(point[0] - 1e6 * million))[1]
-        yield f'{million}M | ' + ' | '.join(spread([near(run) for run in some], 1) for some in found.values())
+        near = lambda curve: min(curve.items(), key=lambda point: abs(point[0] - 1e6 * million))[1]
+        yield f'{million}M | ' + ' | '.join(spread([near(curve) for curve in some], 1) for some in curves.values())
 
 
 def moep_routes():
-    steps = (2000, 6000, 10000)
+    steps = (2000, 6000, 10000, 18303)
     yield 'model and balance loss | seed | ' + ' | '.join(f'step {step:,}: val loss, unused' for step in steps)
     for kind, some in runs('moep').items():
         for seed, run in some.items():
             at = {e['iter']: e for e in run['evaluations']}
             cells = [f"{at[step]['val']['babylm']['loss']:.3f}" + (', {} of {}'.format(*idle(at[step])) if at[step]['routes'] else '')
                      if step in at else '-' for step in steps]
-            yield f'{KINDS[kind]} | {seed} | ' + ' | '.join(cells)
+            yield f"{KINDS['moep'][kind]} | {seed} | " + ' | '.join(cells)
+
+
+def papaformer_stories():
+    yield 'model | parameters | val loss | bits per byte | BLiMP'
+    for kind, some in runs('papaformer').items():
+        if kind.startswith('stories-'):
+            some = list(some.values())
+            yield (f"{KINDS['papaformer'][kind]} | {some[0]['parameters'] / 1e6:.1f}M | {val(some, 'tinystories')} | "
+                   f"{val(some, 'tinystories', 'bits_per_byte')} | {full_blimp(some)}")
+
+
+def papaformer_both():
+    yield 'model | steps | stories, val loss | math, val loss | BLiMP | prompts whose path fits their domain'
+    for kind, some in runs('papaformer').items():
+        if kind.startswith('both-'):
+            some = list(some.values())
+            fits = spread([100 * run['usage']['accuracy'] for run in some], 0) + '%' if 'usage' in some[0] else ''
+            yield (f"{KINDS['papaformer'][kind]} | {some[0]['evaluations'][-1]['iter']:,} | {val(some, 'tinystories_neox')} | "
+                   f"{val(some, 'openmath_neox')} | {full_blimp(some)} | {fits}")
+
+
+def papaformer_glue():
+    found = json.loads((HERE / 'glue_papaformer.json').read_text())
+    tasks = next(iter(found.values()))
+    yield 'model | ' + ' | '.join(f"{name.upper()}, accuracy; majority {tasks[name]['majority']['accuracy']:.1f}" for name in ('wsc', 'rte'))
+    for kind in ('llama256', 'llama192', 'share-intended', 'gumbel1-intended', 'gumbel2-intended'):
+        scores = [spread([seed['accuracy'] for seed in found[f'p2-{kind}_42'][name]['seeds'].values()], 1) for name in ('wsc', 'rte')]
+        yield f"{KINDS['papaformer']['both-' + kind.removesuffix('-intended')]} | " + ' | '.join(scores)
+
+
+def papaformer_time():
+    """Hours of the second phase, from measured rates and the steps of its runs."""
+    rate = {row['name'].replace('_', ''): row['tokens_per_s'] for row in json.loads((HERE / 'papaformer_time.json').read_text())['rows']}
+    steps = {kind: run['evaluations'][-1]['iter'] for kind, some in runs('papaformer').items() for run in some.values()}
+    hours = lambda kind, like: 8192 * steps[f'both-{kind}'] / rate[like] / 3600
+    paths = [hours('path1', 'path1'), hours('path2', 'path1')]           # the same shape
+    yield 'model | tokens/s | stage 1, hours | stage 2, hours | together | the paper: together'
+    for kind, paper in (('llama256', 12.5), ('llama192', 11.0)):
+        yield f"{KINDS['papaformer'][f'both-{kind}']} | {rate[kind]:.0f} | | {hours(kind, kind):.1f} | {hours(kind, kind):.1f} | {paper}"
+    for kind in ('share', 'gumbel1', 'gumbel2'):
+        for how, first, paper in (('', sum(paths), 9.35), (', paths at once', max(paths), 7.85)):
+            text = ' + '.join(f'{h:.1f}' for h in paths) if not how else f'{first:.1f}'
+            yield (f"{KINDS['papaformer'][f'both-{kind}']}{how} | {rate['path1']:.0f}, then {rate[kind]:.0f} | {text} | {hours(kind, kind):.1f} | "
+                   f"{first + hours(kind, kind):.1f} | {paper}")
 
 
 def papaformer():
@@ -85,6 +153,47 @@ def papaformer():
         last = [[seed['loss'][data][-1] if data in seed['loss'] else None for seed in seeds.values()] for data in ('tinystories_neox', 'openmath_neox')]
         fits = spread([100 * seed['usage']['accuracy'] for seed in seeds.values()], 0) + '%' if 'usage' in next(iter(seeds.values())) else ''
         yield f"{name} | {next(iter(seeds.values()))['steps'][-1]:,} | {spread(last[0], 3)} | {spread(last[1], 3)} | {fits}"
+
+
+def moduleformer_base():
+    yield 'model | parameters, active | val loss | bits per byte | BLiMP | training loss, mean of the last 300 steps'
+    for kind, some in runs('moduleformer').items():
+        if kind.startswith('base'):
+            some = list(some.values())
+            fit = [statistics.mean(step['loss'] for step in run['steps'] if step['iter'] > run['steps'][-1]['iter'] - 300) for run in some]
+            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M | {val(some, 'babylm')} | "
+                   f"{val(some, 'babylm', 'bits_per_byte')} | {full_blimp(some)} | {spread(fit, 2)}")
+
+
+def methods(how):
+    """The rows of a way to learn math: before and after."""
+    found = {kind: list(some.values()) for kind, some in runs('moduleformer').items()}
+    yield 'method | trained | old text, val loss | math, val loss | BLiMP'
+    for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
+        yield (f"before, {KINDS['moduleformer'][base]} | | {val(found[kind], 'babylm', at=0)} | {val(found[kind], 'openmath_babylm', at=0)} | "
+               f"{full_blimp(found[base])}")
+    for kind, some in found.items():
+        if kind.startswith(how):
+            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['trained'] / 1e6:.2f}M | {val(some, 'babylm')} | {val(some, 'openmath_babylm')} | "
+                   f"{full_blimp(some)}")
+
+
+def moduleformer_joint():
+    return methods('joint')
+
+
+def moduleformer_life():
+    return methods('life')
+
+
+def moduleformer_prune():
+    found = {kind: list(some.values()) for kind, some in runs('moduleformer').items() if kind.startswith('math')}
+    yield 'threshold | ' + ' | '.join(f"{KINDS['moduleformer'][kind]}: modules left, loss" for kind in found)
+    for i, row in enumerate(next(iter(found.values()))[0]['prune']['rows']):
+        if row['threshold'] in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
+            at = {kind: [run['prune']['rows'][i] for run in some] for kind, some in found.items()}
+            yield f"{row['threshold']:g} | " + ' | '.join(
+                f"{spread([100 * r['modules'] for r in rows], 0)}%, {spread([r['loss'] for r in rows], 3)}" for rows in at.values())
 
 
 def selfmoe():
@@ -98,10 +207,21 @@ def selfmoe():
 
 
 def stlm():
-    found = json.loads((HERE / 'stlm.json').read_text())['simplewiki']
-    yield 'config | parameters | val loss | bits per byte'
-    for name, run in found.items():
-        yield f"`paper/stlm/{name}.py` | {run['parameters'] / 1e6:.1f}M | {run['loss']:.3f} | {run['bits_per_byte']:.3f}"
+    yield 'config | parameters, active | seeds | bits per byte | val loss per token or symbol'
+    for kind, some in runs('stlm').items():
+        some = list(some.values())
+        data = 'simplewiki_chunks' if 'bytes' in kind else 'simplewiki'
+        yield (f"{KINDS['stlm'][kind]} | {some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M | {len(some)} | "
+               f"{val(some, data, 'bits_per_byte')} | {val(some, data)}")
+
+
+def again():
+    """Runs repeated from their printed command."""
+    yield 'command | val loss | again | difference | BLiMP | again'
+    for folder, kind, data in (('papaformer', 'stories-llama192', 'tinystories'), ('stlm', 'baseline', 'simplewiki')):
+        first, second = runs(folder)[kind][42], json.loads((HERE / 'again' / f'{kind}_42.json').read_text())
+        losses = [run['evaluations'][-1]['val'][data]['loss'] for run in (first, second)]
+        yield (f"`{first['command']}` | {losses[0]:.4f} | {losses[1]:.4f} | {losses[1] - losses[0]:+.4f} | {full_blimp([first])} | {full_blimp([second])}")
 
 
 def glue():
