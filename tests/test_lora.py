@@ -226,13 +226,15 @@ def test_as_surgery(run, smoke, data_dir, tmp_path):
     base, ids = smoke('config/moep.py'), some_ids()
     common = [f'--data_dir={data_dir}', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', '--learning_rate=0.1']
     added = [*common, f'--init_from={base}', '--surgery=lora.add_lora', "--surgery_args={'rank': 2}", '--schedule=constant']
-    run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/lora')
+    told = run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/lora').stdout
     run('train.py', *added, '--max_iters=2', f'--out_dir={tmp_path}/half')
     run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/half', '--resume')
     (whole, _), (resumed, _) = (train.load_checkpoint(tmp_path / name) for name in ('lora', 'half'))
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values()))
     run('train.py', *common, f'--init_from={tmp_path}/lora', '--surgery=lora.merge_lora', '--max_iters=0', f'--out_dir={tmp_path}/merged')
     (plain, _), (adapted, ckpt), (merged, _) = (train.load_checkpoint(path) for path in (base, tmp_path / 'lora', tmp_path / 'merged'))
+    trained = sum(p.numel() for name, p in adapted.named_parameters() if 'lora' in name)
+    assert 0 < trained and f'active per token, {trained / 1e6:.2f}M trained\n' in told
     assert adapted.adapted[0][1]['rank'] == 2 and 'lora' not in ' '.join(merged.state_dict())
     assert torch.equal(adapted.wte.weight, plain.wte.weight) and torch.equal(adapted.shrink._parameters['down'], plain.shrink.down)
     assert (adapted(ids)[0] - plain(ids)[0]).abs().max() > 1e-3
