@@ -14,8 +14,8 @@ What to look at first: `ParallelLayer.forward`. The authors' release runs every 
 `sparse=False` does here, the reference). By default only what is chosen is computed: queries, keys and values of all P blocks in one
 attention call, then output projection and FFN for the chosen (token, block) pairs alone, by a grouped matrix product. Same numbers, tested.
 
-Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.489 nats per token and BLiMP 65.7 (two seeds), GPT-2 (this file)
-3.343 and 67.8 (three): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
+Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.489 nats per token and BLiMP 65.7 in `harness` mode (two
+seeds), GPT-2 (this file) 3.343 and 67.8 (three): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. We default to the Switch form that the

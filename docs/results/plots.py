@@ -55,6 +55,21 @@ def moep():
     return figure
 
 
+def moep_routes():
+    """Which share of a layer's slots each block and expert gets, at the last evaluation; the largest first."""
+    found = {kind: next(iter(some.values()))['evaluations'][-1] for kind, some in tables.runs('moep').items() if kind != 'gpt2'}
+    figure, axes = plt.subplots(1, len(found), figsize=(13, 3.6), sharey=True)
+    for axis, (kind, last) in zip(axes, found.items()):
+        shares = 100 * np.array([sorted(layer, reverse=True) for layer in last['routes'].values()])
+        axis.imshow(shares, vmin=0, vmax=50, aspect='auto', cmap='Blues')
+        for (y, x), share in np.ndenumerate(shares):
+            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=7, color='white' if share > 30 else 'black')
+        axis.set(title=f"{tables.KINDS['moep'][kind].replace('`', '')}\nstep {last['iter']:,}", xticks=[], yticks=range(len(shares)),
+                 yticklabels=last['routes'])
+        axis.title.set_fontsize(9)
+    return figure
+
+
 def dots(axis, found, title):
     """A line for every {name: values of its seeds}, the first on top."""
     for height, values in enumerate(reversed(found.values())):
@@ -79,7 +94,7 @@ def moduleformer_real():
     """Math as the new domain: what is forgotten against what is learned, with some of the old text and without; pruning."""
     found = tables.runs('moduleformer')
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
-    for axis, how, title in zip(axes, ('joint', 'life'), ('math and a fifth of the old text', 'math alone')):
+    for axis, how, title in zip(axes, ('joint', 'life'), ('math, one part in five of old text', 'math alone')):
         for base, style in (('base', '--'), ('base-dense', ':')):
             axis.axvline(np.mean([run['evaluations'][-1]['val']['babylm']['loss'] for run in found[base].values()]), color='grey', ls=style,
                          label=f"{tables.KINDS['moduleformer'][base]}, before")
@@ -181,7 +196,7 @@ def speed():
 
 
 if __name__ == '__main__':
-    for draw in (moep, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm, stlm_real, speed):
+    for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm, stlm_real, speed):
         figure = draw()
         figure.tight_layout()
         figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)

@@ -73,6 +73,14 @@ def idle(evaluation):
     return sum(share < 0.01 for share in shares), len(shares)
 
 
+def data():
+    found = json.loads((HERE / 'data.json').read_text())
+    yield 'set | made by | training: tokens or symbols, words, documents | validation'
+    for row in found:
+        cells = [f"{row[split]['tokens'] / 1e6:.2f}M, {row[split]['words'] / 1e6:.2f}M, {row[split]['documents']:,}" for split in ('train', 'val')]
+        yield f"{row['name']} | `{row['command']}` | " + ' | '.join(cells)
+
+
 def moep():
     yield 'model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | BLiMP, `babylm2025` | choices that go unused'
     for kind, some in finished(runs('moep')).items():
@@ -156,7 +164,7 @@ def papaformer():
 
 
 def moduleformer_base():
-    yield 'model | parameters, active | val loss | bits per byte | BLiMP | training loss, mean of the last 300 steps'
+    yield 'model | parameters, active | val loss | bits per byte | BLiMP | training loss, mean of ten of the last 300 steps'
     for kind, some in runs('moduleformer').items():
         if kind.startswith('base'):
             some = list(some.values())
@@ -166,16 +174,19 @@ def moduleformer_base():
 
 
 def methods(how):
-    """The rows of a way to learn math: before and after."""
+    """The rows of a way to learn math: before, and after with the change."""
     found = {kind: list(some.values()) for kind, some in runs('moduleformer').items()}
+    loss = lambda kind, data, at: statistics.mean(run['evaluations'][at]['val'][data]['loss'] for run in found[kind])
+    sets = ('babylm', 'openmath_babylm')
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
     for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
-        yield (f"before, {KINDS['moduleformer'][base]} | | {val(found[kind], 'babylm', at=0)} | {val(found[kind], 'openmath_babylm', at=0)} | "
-               f"{full_blimp(found[base])}")
+        yield f"before, {KINDS['moduleformer'][base]} | | " + ' | '.join(val(found[kind], data, at=0) for data in sets) + f' | {full_blimp(found[base])}'
     for kind, some in found.items():
         if kind.startswith(how):
-            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['trained'] / 1e6:.2f}M | {val(some, 'babylm')} | {val(some, 'openmath_babylm')} | "
-                   f"{full_blimp(some)}")
+            name = KINDS['moduleformer'][kind]
+            start = f"{how}-{'full' if 'ModuleFormer' in name else 'dense'}"
+            cells = [f'{val(some, data)} ({loss(kind, data, -1) - loss(start, data, 0):+.2f})' for data in sets]
+            yield f"{name} | {some[0]['trained'] / 1e6:.2f}M | " + ' | '.join(cells) + f' | {full_blimp(some)}'
 
 
 def moduleformer_joint():

@@ -2,8 +2,9 @@
 weight of rout_reg holds the new modules back (the paper: 0, 0.25, 0.5, 1).
 
 after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl && python train.py config/paper/moduleformer/lifelong.py
-Other rows, each with its own --out_dir: --aux_weights="dict(rout_reg=W)"; dense --model=papaformer --aux_weights={} --init_from=out/paper/moduleformer/dense
---surgery=lora.add_lora --surgery_args="dict(rank=8, alpha=16, dropout=0.0)".
+Other rows, each with its own --out_dir: --aux_weights="dict(rout_reg=W)"; fully tuned --aux_weights={} --surgery=None --surgery_args={}; dense
+--model=papaformer --aux_weights={} --init_from=out/paper/moduleformer/dense, fully tuned likewise or with --surgery=lora.add_lora
+--surgery_args="dict(rank=8, alpha=16, dropout=0.0)" (and rank=32, alpha=64).
 """
 model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'
