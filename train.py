@@ -263,7 +263,6 @@ class Trainer:
         self.check_model()
         torch.manual_seed(s.seed + 1 + machine.rank)     # dropout differs between processes
 
-    @torch.no_grad()
     def check_model(self):
         """One step's forward on nothing, so that what does not fit is told before anything is written."""
         self.model.eval()
@@ -283,6 +282,8 @@ class Trainer:
             if name not in aux:
                 raise UserError(f"aux_weights names '{name}', but {self.s.model} returns "
                                 f"{', '.join(aux) or 'no auxiliary loss'}")
+            if not aux[name].requires_grad:
+                self.say(f"note      aux_weights names '{name}', which no weight that trains can change: it is only logged")
 
     def open_folder(self, ckpt):
         """Make the run's folder, or restore what it holds and cut its log back to the checkpoint."""

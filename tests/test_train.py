@@ -132,6 +132,12 @@ def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
     assert a[1] == b[1] and a[3] != b[3]                 # the logged loss is the cross-entropy alone
 
 
+def test_an_auxiliary_value_without_gradient_is_told(run, data_dir, tmp_path):
+    """A weight for what is there to be logged does nothing, and train.py says so."""
+    told = run('train.py', 'config/selfmoe.py', '--max_iters=0', f'--data_dir={data_dir}', '--aux_weights=dict(layer_size_0=1.0)', f'--out_dir={tmp_path}/x').stdout
+    assert "aux_weights names 'layer_size_0', which no weight that trains can change" in told
+
+
 def test_dropout_schedules(run, data_dir, tmp_path):
     rates = {name: [round(train.dropout_rate(it, settings.Settings(dropout_schedule=name, dropout_phase=0.25), 8, 0.2), 4)
                     for it in range(8)] for name in ('constant', 'early', 'late', 'linear', 'triangle')}
