@@ -32,8 +32,12 @@ def read_config(path):
     """{name: value} of the assignments in a config file."""
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f'there is no config file {path}') from None
+    except OSError:
+        near = Path('config', path).with_suffix('.py')
+        hint = f'write --{path.lstrip("-")}' if '=' in path else f'did you mean {near.as_posix()}?' if near.exists() else ''
+        raise UserError(f'there is no config file {path}' + f'; {hint}' * bool(hint)) from None
+    except (UnicodeDecodeError, ValueError):             # a null byte is a ValueError
+        raise UserError(f'{path} is not a config: it holds no text') from None
     except SyntaxError as e:
         raise UserError(f'{path}:{e.lineno}: {e.msg}') from None
     values = {}
@@ -95,7 +99,9 @@ def sort_keys(values, *owners):
     for key, value in values.items():
         mine = [i for i, own in enumerate(kinds) if key in own]
         if not mine:
-            near = difflib.get_close_matches(key, [k for own in kinds for k in own], 1, 0.5)
-            raise UserError(f"unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else ''))
+            near = difflib.get_close_matches(key, [k for own in kinds for k in own], 1, 0.6)
+            bare = next((owner.__name__ for owner in owners if hasattr(owner, key)), None)
+            hint = f'{bare} has it without a type, as in {key}: float = 1.0' if bare else f"did you mean '{near[0]}'?" if near else ''
+            raise UserError(f"unknown key '{key}'" + f'; {hint}' * bool(hint))
         given[mine[0]][key] = check_type(key, value, kinds[mine[0]][key])
     return given

@@ -28,5 +28,5 @@ def run_main(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:                             # a full disk, a folder that may not be written
-        print(f'{Path(sys.argv[0]).name}: {error}', file=sys.stderr)
+        print(f'{Path(sys.argv[0]).name}: ' + (f'{error.filename}: {error.strerror}' if error.filename else str(error)), file=sys.stderr)
         sys.exit(2)

@@ -6,13 +6,12 @@ width is halved and every layer holds P small Transformer blocks side by side, o
 
     Layer Block -> MoE shrink d_L->d_P -> [Parallel Layer, P blocks of d_P] x N -> MoE grow d_P->d_L -> Layer Block
 
-Blocks and shrink/grow experts are chosen by linear top-K routers whose K weights are renormalised to sum to 1.
-A block's attention reads the keys and values of *all* earlier tokens, whether or not they chose that block. With
-no parallel layers this file is the paper's GPT-2 baseline; with `swiglu` it is MoEP-SwiGLU.
+Blocks and shrink/grow experts are chosen by linear top-K routers whose K weights are renormalised to sum to 1. A block's attention reads
+*all* earlier tokens, whether or not they chose it. Without parallel layers this is the paper's GPT-2 baseline, with `swiglu` MoEP-SwiGLU.
 
-What to look at first: `ParallelLayer.forward`. The authors' release runs every block on every token and throws half of it away (as
-`sparse=False` does here, the reference). By default only what is chosen is computed: queries, keys and values of all P blocks in one
-attention call, then output projection and FFN for the chosen (token, block) pairs alone, by a grouped matrix product. Same numbers, tested.
+What to look at first: `Router`, then `ParallelLayer.forward`; what stands before `Router` only makes its choices fast. The authors' release
+runs every block on every token and throws half away (`sparse=False` here, the reference). By default only what is chosen is computed: queries, keys
+and values of all P blocks in one call, then projection and FFN of the chosen (token, block) pairs by grouped products. Same numbers, tested.
 
 Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.489 nats per token and BLiMP 65.7 in `harness` mode (two
 seeds), GPT-2 (this file) 3.343 and 67.8 (three): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
@@ -67,7 +66,7 @@ class MoEPConfig:
             if d % h:
                 raise ValueError(f'a width of {d} cannot be split into {h} heads')
         if self.n_parallel and not 1 <= self.top_k <= min(self.n_block, self.n_expert):
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_block and n_expert')
+            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and {min(self.n_block, self.n_expert)}, as n_block and n_expert are')
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -138,11 +137,11 @@ def order_by_choice(choice_NK, n_choices):
 
 
 def largest_k(prob_NE, k):
-    """The k largest of each row and where they are: topk, but many times faster on a GPU where E is small."""
-    choices, left_NE = [], prob_NE.detach()
+    """The k largest of each row and where they are, never twice the same: topk, but many times faster on a GPU where E is small."""
+    choices, left_NE = [], prob_NE.detach().clamp(min=torch.finfo(prob_NE.dtype).min)    # so that what is taken, -inf, is less
     for _ in range(k):
         choices.append(left_NE.argmax(-1, keepdim=True))
-        left_NE = left_NE.masked_fill(torch.arange(prob_NE.size(1), device=prob_NE.device) == choices[-1], -1)
+        left_NE = left_NE.masked_fill(torch.arange(prob_NE.size(1), device=prob_NE.device) == choices[-1], -math.inf)
     choice_NK = torch.cat(choices, 1)
     return prob_NE.gather(1, choice_NK), choice_NK
 
@@ -163,7 +162,7 @@ class GroupBias(torch.autograd.Function):
 
 
 class Rows:
-    """N tokens that chose K of E each, as R = N*K rows sorted by choice: one contiguous group of rows per choice."""
+    """N tokens that chose K different of E each, as R = N*K rows sorted by choice: one contiguous group of rows per choice."""
 
     def __init__(self, choice_NK, n_choices):
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
@@ -189,7 +188,8 @@ class Rows:
 
 
 class Router(nn.Module):
-    """A linear map to E scores, softmax, the K best renormalised to sum to 1: -> (gates, rows to compute, balance loss)."""
+    """A linear map to E scores, softmax, the K best renormalised to sum to 1: -> (gates (N, K), rows to compute, balance loss, one number).
+    In a router of your own a token's K choices must differ; `ParallelLayer` counts on the sum of 1; `sparse` and `balance` are read here alone."""
 
     def __init__(self, d, n_choices, config):
         super().__init__()

@@ -157,7 +157,7 @@ def choose_tokenizer(name):
     if name == 'bytes' or path.is_dir():
         return build_tokenizer('bytes') if name == 'bytes' else load_tokenizer(path)
     if not path.is_file():
-        raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, a tokenizer.json or a data set')
+        raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, a tokenizer.json or a data set, as data/toy_stories')
     return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
@@ -165,8 +165,9 @@ def how_to_make(folder):
     """What to do about a data set that is not there."""
     name, (base, _, form) = folder.name, folder.name.partition('_')
     more = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks').get(form)     # as config/paper names them
-    if (folder / 'ckpt.pt').exists():
-        return 'copy it from the data set that the run was trained on'
+    meta = Path('data', folder, 'meta.json')             # of a name without its folder
+    if meta.exists() or (folder / 'ckpt.pt').exists():
+        return f'did you mean {meta.parent.as_posix()}?' if meta.exists() else 'copy it from the data set that the run was trained on'
     if name in TOYS or base in NAMED and (more or not form):
         return 'make the data set with: python prepare.py ' + ('toy' if name in TOYS else f'{base} --name {name} {more}' if more else base)
     near = difflib.get_close_matches(name, [*TOYS, *(path.parent.name for path in folder.parent.glob('*/meta.json'))], 1, 0.8)
@@ -364,8 +365,8 @@ def find_files(inputs):
                 named = path.relative_to(given if len(inputs) == 1 and given.is_dir() else given.parent)
                 words = reversed(re.split(r'[/\\._-]', str(named).lower()))
                 found.append((next((roles[word] for word in words if word in roles), None), path))
-    if not found:
-        raise UserError(f'no .txt or .jsonl file (or .gz, .xz of one) in {", ".join(map(str, inputs))}')
+        if not any(path == given or given in path.parents for _, path in found):
+            raise UserError(f'no .txt or .jsonl file (or .gz, .xz of one) in {given}')
     if {'train', 'val'} <= {role for role, _ in found}:
         return [(role or 'train', path) for role, path in found if role != 'test']
     return [('train', path) for _, path in found]

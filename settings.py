@@ -111,7 +111,9 @@ def import_model(name):
     files = Path(__file__).resolve().parent.glob('*.py')
     names = [p.stem for p in files if '\nConfig, Model =' in p.read_text(encoding='utf-8')]
     if name not in names:
-        raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
+        lacks = (Path(__file__).resolve().parent / f'{name}.py').exists()
+        raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end" if lacks else
+                        f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
     return importlib.import_module(name)
 
 

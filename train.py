@@ -89,13 +89,25 @@ def save_file(state, path):
         raise UserError(f'{path} could not be written ({e}); what was saved before is whole') from None
 
 
+def lock(file):
+    """For one process at a time, until it ends; where the system has no such locks, for any."""
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f'{file.name} is being written by another run: wait for it, or set another --out_dir') from None
+    except (ImportError, OSError):
+        pass
+
+
 def read_checkpoint(path):
     """The dictionary that a run saved; path is its folder or one of its .pt files."""
     path = Path(path)
     file = path / 'ckpt.pt' if path.suffix != '.pt' else path
     if not file.exists():
         config = Path('config', f"{file.parent.as_posix().removeprefix('out/')}.py")
-        hint = f'; train it first, as with: python train.py {config}' if config.exists() else ''
+        there = sorted(p.name for p in file.parent.glob('ckpt*.pt'))
+        hint = f"; there are {', '.join(there)}" if there else f'; train it first, as with: python train.py {config}' if config.exists() else ''
         raise UserError(f'there is no checkpoint {file}{hint}')
     try:
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
@@ -103,7 +115,8 @@ def read_checkpoint(path):
             raise KeyError
         return {**ckpt, 'folder': str(file.parent)}
     except Exception:
-        raise UserError(f'{file} is not a whole checkpoint of this project (truncated, or another format)') from None
+        raise UserError(f'{file} is not a whole checkpoint of this project (truncated, or another format); another of its folder may be, '
+                        'or train it again with --overwrite') from None
 
 
 def build(ckpt, **changes):
@@ -115,8 +128,8 @@ def build(ckpt, **changes):
     try:
         model.load_state_dict(ckpt['weights'])
     except RuntimeError:
-        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py "
-                        f"with {changes or 'its own config'}") from None
+        other = ', '.join(f"{k} = {v!r} (it has {ckpt['config'].get(k)!r})" for k, v in changes.items() if v != ckpt['config'].get(k))
+        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {other or 'its own config'}") from None
     return model
 
 
@@ -160,10 +173,9 @@ def initial_model(s, module, model_keys, corpus):
         if len(ckpts) > 1:
             raise UserError('init_from names several runs: set the surgery that joins them')
         return freeze(build(ckpts[0], **model_keys), ckpts[0]), None
-    if set(model_keys) - {'vocab_size'}:
-        raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
-                        f'remove {next(iter(model_keys))}')
     operate = find_surgery(s.surgery, module)
+    if other := [key for key, value in model_keys.items() if any(ckpt['config'].get(key) != value for ckpt in ckpts)]:
+        raise UserError(f"with a surgery the model's settings come from init_from and surgery_args; remove {', '.join(other)}")
     if s.surgery != 'lora.merge_lora' and any(ckpt.get('adapted') for ckpt in ckpts):
         raise UserError(f'surgery {s.surgery}: the model has adapters; merge them first, with --surgery=lora.merge_lora')
     models = [build(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
@@ -278,6 +290,9 @@ class Trainer:
         self.model.train()
         if self.s.dropout_schedule != 'constant' and not (hasattr(self.model, 'set_dropout') and self.model.config.dropout):
             raise UserError('dropout_schedule needs a model that has set_dropout, and a dropout of more than 0')
+        for name, value in aux.items():
+            if not (isinstance(value, torch.Tensor) and value.dim() == 0):
+                raise UserError(f"{self.s.model}.py: the auxiliary value '{name}' should be a tensor of one number")
         for name in self.s.aux_weights:
             if name not in aux:
                 raise UserError(f"aux_weights names '{name}', but {self.s.model} returns "
@@ -290,12 +305,12 @@ class Trainer:
         log = self.out / 'log.jsonl'
         if self.machine.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
+            self.log_file = open(log, 'a', encoding='utf-8')
+            lock(self.log_file)
             for old in self.out.glob('ckpt*' if self.s.overwrite else 'ckpt*.tmp'):
                 old.unlink()
             prepare.copy_tokenizer(self.corpus.folder, self.out)
-            with open(log, 'ab') as f:
-                f.truncate(min(f.tell(), ckpt['log_bytes'] if ckpt else 0))
-            self.log_file = open(log, 'a', encoding='utf-8')
+            self.log_file.truncate(min(self.log_file.tell(), ckpt['log_bytes'] if ckpt else 0))
         if ckpt:
             self.it = ckpt['iter']
             now = [{k: v for k, v in g.items() if k != 'params'} for g in self.optimizer.param_groups]
@@ -309,7 +324,7 @@ class Trainer:
                 self.memory = [[(k.to(self.machine.device), v.to(self.machine.device)) for k, v in m] for m in mine['memory']]
             else:                                        # a process that was not there before
                 torch.manual_seed(self.s.seed + 1 + self.machine.rank + self.it)
-            self.say(f'resume    from step {self.it:,}')
+            self.say(f'resume    from step {self.it:,}' + ': nothing is left to train' * (self.it >= self.max_iters))
 
     def log(self, **record):
         if self.machine.rank == 0:
@@ -421,6 +436,8 @@ class Trainer:
                 tokens, clock = 0, time.perf_counter()
                 self.log(**values, **also, lr=lr, grad_norm=norm.item(), tokens_per_s=round(rate), epoch=data.epoch, words=round(data.words))
                 bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} tokens/s")
+                if bar.disable and self.due(10 * s.log_interval):       # no terminal: a line now and then
+                    self.say(f"step {self.it:6,}  loss {values['loss']:.4f}, {short(rate)} tokens/s")
             while pending and data.words >= pending[0]:
                 self.save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
             bar.update()

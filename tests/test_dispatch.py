@@ -34,7 +34,11 @@ def test_top_k_is_topk_and_never_chooses_twice(module):
     for k in (1, 3, 5):
         for a, b in zip(module.largest_k(prob, k), prob.topk(k)):
             assert torch.equal(a, b)
-    for odd in (torch.tensor([[1.0, 0, 0, 0]]), torch.full((1, 4), 0.25), torch.full((1, 4), math.nan)):   # underflow, ties, nan
+    scores = torch.randn(50, 5, generator=torch.Generator().manual_seed(1)) - 2    # a router of one's own may have negative ones
+    for a, b in zip(module.largest_k(scores, 3), scores.topk(3)):
+        assert torch.equal(a, b)
+    for odd in (torch.tensor([[1.0, 0, 0, 0]]), torch.full((1, 4), 0.25), torch.full((1, 4), math.nan),    # underflow, ties, nan
+                torch.tensor([[-math.inf, 1.0, -math.inf, -math.inf]])):
         assert module.largest_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
     leaf = prob.clone().requires_grad_()
     module.largest_k(leaf, 2)[0].sum().backward()

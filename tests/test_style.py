@@ -41,8 +41,9 @@ def test_model_files_stand_alone():
 
 def test_sizes():
     limits = dict(moduleformer=600, stlm=600, train=600, prepare=600, eval_blimp=600)   # BLiMP's published table is 67 lines
-    for name in [*MODELS, *(p.stem for p in ROOT.glob('*.py'))]:
-        lines = len((ROOT / f'{name}.py').read_text().splitlines())
+    sources = {p.stem: p.read_text() for p in ROOT.glob('*.py')}
+    for name in (name for name, text in sources.items() if name in MODELS or '\nConfig, Model =' not in text):     # yours may be longer
+        lines = len(sources[name].splitlines())
         assert lines <= limits.get(name, 450), f'{name}.py has {lines} lines'
 
 

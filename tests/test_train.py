@@ -1,9 +1,11 @@
 """train.py as a user meets it: runs, kills, resumes, processes, surgery, and what it says to mistakes."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+import configurator
+import moep
 import settings
 import train
 from conftest import ROOT
@@ -409,11 +413,48 @@ def one_line(done):
     (['--device=cuda:1'], ['cuda:1', 'CUDA_VISIBLE_DEVICES']),
     (['--init_from=config/moep.py'], ['no checkpoint config/moep.py/ckpt.pt\n']),
     (['config/nothing.py'], ['config/nothing.py']),
+    (['learning_rate=1e-3'], ['write --learning_rate=1e-3']),
+    (['moduleformer'], ['did you mean config/moduleformer.py?']),
+    (['LICENSE'], ['LICENSE:1: ']),
+    (['--model=errors'], ["errors.py lacks the line 'Config, Model"]),
+    (['--top_k=9'], ['top_k is 9', 'between 1 and 2']),
+    (['--qqq=1'], ["unknown key 'qqq'\n"]),
+    (['--init_from=docs', '--surgery=compose'], ['no checkpoint docs/ckpt.pt']),
 ])
 def test_mistakes_are_one_line(tiny, tmp_path, args, words):
     line = one_line(tiny('--max_iters=5', *args, code=2))
     assert all(word in line for word in words), line
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_field_without_a_type_is_told():
+    class Bare:
+        noise = 1.0
+    with pytest.raises(UserError, match="unknown key 'noise'; Bare has it without a type, as in noise: float = 1.0"):
+        configurator.sort_keys(dict(noise=2.0), dataclasses.dataclass(Bare))
+
+
+@pytest.mark.parametrize('value', [0.5, torch.ones(2)])
+def test_an_auxiliary_value_is_one_number(tiny, monkeypatch, value):
+    real = moep.MoEP.forward
+    monkeypatch.setattr(moep.MoEP, 'forward', lambda self, *a, **k: (lambda out: (*out[:2], dict(out[2], odd=value)))(real(self, *a, **k)))
+    assert "the auxiliary value 'odd' should be a tensor of one number" in one_line(tiny('--max_iters=2', code=2))
+
+
+def test_one_run_at_a_time_in_a_folder(tiny, tmp_path):
+    fcntl = pytest.importorskip('fcntl')
+    (tmp_path / 'run').mkdir()
+    with open(tmp_path / 'run' / 'log.jsonl', 'a') as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert 'log.jsonl is being written by another run' in one_line(tiny('--max_iters=2', code=2))
+    tiny('--max_iters=2')
+
+
+def test_what_is_said_without_a_terminal(tiny):
+    """A line with the loss every ten log intervals; nothing left to train; what there is instead of a missing checkpoint."""
+    told = tiny('--max_iters=4', '--log_interval=1').stdout
+    assert re.search(r'step +4  loss [0-9.]+, [0-9.K]+ tokens/s', told)
+    assert 'from step 4: nothing is left to train' in tiny('--max_iters=3', '--resume').stdout
 
 
 def test_broken_data(tiny, data_dir, tmp_path):
@@ -451,7 +492,6 @@ def test_broken_checkpoints(tiny, tmp_path):
 
 
 def test_config_files(tmp_path):
-    import configurator
     good = tmp_path / 'good.py'
     good.write_text('"""doc"""\nbatch_size = 2 * 8\naux_weights = dict(block_balance=0.01)  # comment\nmodel = "moep"\n')
     values = configurator.read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
