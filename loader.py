@@ -32,6 +32,8 @@ class Corpus:
         ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
         if not ranges:
             raise UserError('data names no data set')
+        if isinstance(s.data, str) and ',' in s.data:
+            raise UserError(f'several data sets are a dict: --data="{dict.fromkeys(s.data.split(","), (0.0, 1.0))}"')
         for name, span in ranges.items():
             numbers = isinstance(span, (tuple, list)) and all(isinstance(v, (int, float)) for v in span)
             if not (numbers and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):

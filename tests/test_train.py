@@ -397,6 +397,7 @@ def one_line(done):
     (['--data=toy_storie'], ["did you mean 'toy_stories'?"]),
     (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json']),
     (['--data=simplewiki_chunks'], ['python prepare.py simplewiki --name simplewiki_chunks --chunks']),
+    (['--data=toy_stories,toy_math'], ["--data=\"{'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}\""]),
     (['--data=my_book'], ['python prepare.py text --name my_book']),
     (['--vocab_size=100'], ['vocab_size', '100']),
     (['--model=nothing'], ['nothing.py', 'moep']),
