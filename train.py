@@ -310,6 +310,8 @@ class Trainer:
             for old in self.out.glob('ckpt*' if self.s.overwrite else 'ckpt*.tmp'):
                 old.unlink()
             prepare.copy_tokenizer(self.corpus.folder, self.out)
+            if ckpt and self.log_file.tell() < ckpt['log_bytes']:
+                self.say(f'resume    {log} has lost lines since the checkpoint was saved')
             self.log_file.truncate(min(self.log_file.tell(), ckpt['log_bytes'] if ckpt else 0))
         if ckpt:
             self.it = ckpt['iter']

@@ -451,11 +451,13 @@ def test_one_run_at_a_time_in_a_folder(tiny, tmp_path):
     tiny('--max_iters=2')
 
 
-def test_what_is_said_without_a_terminal(tiny):
-    """A line with the loss every ten log intervals; nothing left to train; what there is instead of a missing checkpoint."""
+def test_what_is_said_without_a_terminal(tiny, tmp_path):
+    """A line with the loss every ten log intervals; that nothing is left to train, or the log was lost."""
     told = tiny('--max_iters=4', '--log_interval=1').stdout
     assert re.search(r'step +4  loss [0-9.]+, [0-9.K]+ tokens/s', told)
     assert 'from step 4: nothing is left to train' in tiny('--max_iters=3', '--resume').stdout
+    (tmp_path / 'run' / 'log.jsonl').unlink()
+    assert 'log.jsonl has lost lines since the checkpoint was saved' in tiny('--max_iters=5', '--resume').stdout
 
 
 def test_broken_data(tiny, data_dir, tmp_path):
