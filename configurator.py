@@ -33,10 +33,10 @@ def read_config(path):
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
     except OSError:
-        near = Path('config', path).with_suffix('.py')
+        near = Path('config', path.removesuffix('.py') + '.py')
         hint = f'write --{path.lstrip("-")}' if '=' in path else f'did you mean {near.as_posix()}?' if near.exists() else ''
         raise UserError(f'there is no config file {path}' + f'; {hint}' * bool(hint)) from None
-    except (UnicodeDecodeError, ValueError):             # a null byte is a ValueError
+    except ValueError:                                   # bytes that are no UTF-8, or null bytes
         raise UserError(f'{path} is not a config: it holds no text') from None
     except SyntaxError as e:
         raise UserError(f'{path}:{e.lineno}: {e.msg}') from None
@@ -61,10 +61,10 @@ def read_command(argv):
         if not arg.startswith('--'):
             if bare and not Path(arg).exists():
                 raise UserError(f'write {bare}={arg}, without a space')
+            values.update(read_config(arg))
             path = Path(arg).with_suffix('')
             inside = path.parts[path.parts.index('config') + 1:] if 'config' in path.parts[:-1] else [path.name]
             out_dir = Path('out', *inside).as_posix()    # config/paper/moep.py -> out/paper/moep
-            values.update(read_config(arg))
             continue
         key, equals, text = arg[2:].partition('=')
         try:

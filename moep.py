@@ -9,9 +9,9 @@ width is halved and every layer holds P small Transformer blocks side by side, o
 Blocks and shrink/grow experts are chosen by linear top-K routers whose K weights are renormalised to sum to 1. A block's attention reads
 *all* earlier tokens, whether or not they chose it. Without parallel layers this is the paper's GPT-2 baseline, with `swiglu` MoEP-SwiGLU.
 
-What to look at first: `Router`, then `ParallelLayer.forward`; what stands before `Router` only makes its choices fast. The authors' release
-runs every block on every token and throws half away (`sparse=False` here, the reference). By default only what is chosen is computed: queries, keys
-and values of all P blocks in one call, then projection and FFN of the chosen (token, block) pairs by grouped products. Same numbers, tested.
+What to look at first: `Router`, then `ParallelLayer.forward`; what stands before `Router` only makes its choices fast. The authors'
+release runs every block on every token and throws half away (`sparse=False` here, the reference). By default only what is chosen is computed:
+attention of all P blocks in one call, then projection and FFN of the chosen (token, block) pairs by grouped products. Same numbers, tested.
 
 Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.489 nats per token and BLiMP 65.7 in `harness` mode (two
 seeds), GPT-2 (this file) 3.343 and 67.8 (three): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
@@ -66,7 +66,7 @@ class MoEPConfig:
             if d % h:
                 raise ValueError(f'a width of {d} cannot be split into {h} heads')
         if self.n_parallel and not 1 <= self.top_k <= min(self.n_block, self.n_expert):
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and {min(self.n_block, self.n_expert)}, as n_block and n_expert are')
+            raise ValueError(f'top_k is {self.top_k}; it can be 1 to {min(self.n_block, self.n_expert)}, the smaller of n_block and n_expert')
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -417,8 +417,9 @@ def one_line(done):
     (['learning_rate=1e-3'], ['write --learning_rate=1e-3']),
     (['moduleformer'], ['did you mean config/moduleformer.py?']),
     (['LICENSE'], ['LICENSE:1: ']),
+    (['.'], ['there is no config file .\n']),
     (['--model=errors'], ["errors.py lacks the line 'Config, Model"]),
-    (['--top_k=9'], ['top_k is 9', 'between 1 and 2']),
+    (['--top_k=9'], ['top_k is 9', '1 to 2, the smaller of n_block and n_expert']),
     (['--qqq=1'], ["unknown key 'qqq'\n"]),
     (['--init_from=docs', '--surgery=compose'], ['no checkpoint docs/ckpt.pt']),
 ])

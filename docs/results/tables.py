@@ -18,11 +18,11 @@ KINDS = dict(                                                # what the files of
                 for kind, name in dict(path1='Path_1', path2='Path_2', llama256='LLaMA_256', llama192='LLaMA_192', share='Share_Linear',
                                        gumbel1='Gumb_MoE_1', gumbel2='Gumb_MoE_2').items() for aux, text in AUX.items()},
     moduleformer={'base': 'ModuleFormer', 'base-dense': 'dense',
-                  **{f'{how}-{kind}': name for how in ('joint', 'life') for kind, name in {
-                      'full': 'ModuleFormer, fully tuned', 'insert': 'ModuleFormer, inserted', **{
-                          f'insert{w}': f'ModuleFormer, inserted, `rout_reg` {w:g}' for w in (0.0, 0.25, 0.5, 1.0)},
-                      'dense': 'dense, fully tuned', 'lora': 'dense, LoRA 32, embedding and head', 'lora8': 'dense, LoRA 8',
-                      'lora32': 'dense, LoRA 32'}.items()},
+                  'joint-full': 'ModuleFormer, fully tuned', 'joint-insert': 'ModuleFormer, inserted',
+                  'joint-dense': 'dense, fully tuned', 'joint-lora': 'dense, LoRA 32, embedding and head',
+                  'life-full': 'ModuleFormer, fully tuned',
+                  **{f'life-insert{w}': f'ModuleFormer, inserted, `rout_reg` {w:g}' for w in (0.0, 0.25, 0.5, 1.0)},
+                  'life-dense': 'dense, fully tuned', 'life-lora8': 'dense, LoRA 8', 'life-lora32': 'dense, LoRA 32',
                   **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)}},
     stlm={name.replace('_', '-'): f'`{name}.py`' for name in (
         'baseline', 'shared_ffn', 'shared_ffn_lora', 'shared_all', 'bytes_causal', 'bytes_parallel')})
