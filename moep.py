@@ -13,8 +13,8 @@ What to look at first: `Router`, then `ParallelLayer.forward`; what stands befor
 release runs every block on every token and throws half away (`sparse=False` here, the reference). By default only what is chosen is computed:
 attention of all P blocks in one call, then projection and FFN of the chosen (token, block) pairs by grouped products. Same numbers, tested.
 
-Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.489 nats per token and BLiMP 65.7 in `harness` mode (two
-seeds), GPT-2 (this file) 3.343 and 67.8 (three): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
+Measured on one H200: 28M parameters, 100M words of BabyLM-style text: 3.487 nats per token and BLiMP 65.6 in `harness` mode,
+GPT-2 (this file) 3.343 and 67.8 (three seeds each): docs/results.md. 1.28M training tokens/s at batch 128 x 512: docs/speed.md.
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. We default to the Switch form that the

@@ -14,8 +14,8 @@ With no parallel layers this file is a plain LLaMA: the paper's dense baselines,
 
 What to look at first: `Gumbel.forward`, the paper's Eq. 2 to 7 in five lines, and `compose`, its Fig. 5.
 
-Measured on one H200: six epochs of 3M tokens of stories and of math, one seed: composed `share` has 2.639 and 3.120 nats per token, a
-dense LLaMA_192 on the same text 2.232 and 2.592: docs/results.md. 2.55M training tokens/s at batch 128 x 256: docs/speed.md.
+Measured on one H200: six epochs of 3M tokens of stories and of math, three seeds: composed `share` has 2.628 and 3.114 nats per token, a
+dense LLaMA_192 on the same text 2.241 and 2.595: docs/results.md. 2.55M training tokens/s at batch 128 x 256: docs/speed.md.
 
 Departures from the paper, and gaps it leaves:
 - The text wants auxiliary losses that keep each token's choice soft and spread the load; the printed Eq. 8 and 9 have

@@ -1,5 +1,5 @@
 """
-Rebuilds tables of docs/*.md from the files beside this one: python docs/results/tables.py (--check: only says what would change).
+Rebuilds tables of README.md and docs/*.md from the files beside this one: python docs/results/tables.py (--check: only says what would change).
 The table NAME stands between <!-- NAME --> and <!-- end -->, and is made by the function NAME.
 """
 
@@ -26,6 +26,7 @@ KINDS = dict(                                                # what the files of
                   **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)}},
     stlm={name.replace('_', '-'): f'`{name}.py`' for name in (
         'baseline', 'shared_ffn', 'shared_ffn_lora', 'shared_all', 'bytes_causal', 'bytes_parallel')})
+GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
 SEEDS = (42, 1, 2)                                           # in this order everywhere
 
 
@@ -90,6 +91,15 @@ def moep():
                f"{full_blimp(some)} | {full_blimp(some, 'babylm2025')} | {unused}")
 
 
+def headline():
+    tuned = json.loads((HERE / 'glue.json').read_text())
+    yield ' | seeds | val loss | BLiMP, `harness` | SST-2, LoRA, five seeds of it'
+    for kind, name in dict(gpt2='gpt2', moep='moep', swiglu='moep_swiglu').items():
+        some = finished(runs('moep'))[kind]
+        accuracy = [seed['accuracy'] for seed in tuned.get(f'{kind}_42', {}).get('sst2', {}).get('seeds', {}).values()]
+        yield f"`python train.py config/paper/{name}.py` | {len(some)} | {val(some, 'babylm')} | {full_blimp(some)} | {spread(accuracy, 1)}"
+
+
 def moep_words():
     curves = {kind: [c for run in some if (c := blimp(run, 'babylm2025', 'fast'))] for kind, some in finished(runs('moep')).items()}
     curves = {kind: some for kind, some in curves.items() if some}
@@ -130,28 +140,43 @@ def papaformer_both():
 
 
 def papaformer_glue():
+    """Every fine-tuning of the second phase's models: all seeds of all models of a kind."""
     found = json.loads((HERE / 'glue_papaformer.json').read_text())
-    tasks = next(iter(found.values()))
-    yield 'model | ' + ' | '.join(f"{name.upper()}, accuracy; majority {tasks[name]['majority']['accuracy']:.1f}" for name in ('wsc', 'rte'))
+    columns = [('wsc', 'accuracy'), ('rte', 'accuracy'), ('mrpc', 'F1'), ('mrpc', 'accuracy'), ('cola', 'Matthews')]
+    of = lambda kind, task: [tasks[task] for run, tasks in found.items() if run.startswith(f'p2-{kind}_') and task in tasks]
+    yield 'model | ' + ' | '.join(f"{GLUE[task]}, {metric}; majority {of('llama256', task)[0]['majority'][metric]:.1f}" for task, metric in columns)
     for kind in ('llama256', 'llama192', 'share-intended', 'gumbel1-intended', 'gumbel2-intended'):
-        scores = [spread([seed['accuracy'] for seed in found[f'p2-{kind}_42'][name]['seeds'].values()], 1) for name in ('wsc', 'rte')]
+        scores = [spread([seed[metric] for run in of(kind, task) for seed in run['seeds'].values()], 1) for task, metric in columns]
         yield f"{KINDS['papaformer']['both-' + kind.removesuffix('-intended')]} | " + ' | '.join(scores)
 
 
 def papaformer_time():
-    """Hours of the second phase, from measured rates and the steps of its runs."""
-    rate = {row['name'].replace('_', ''): row['tokens_per_s'] for row in json.loads((HERE / 'papaformer_time.json').read_text())['rows']}
-    steps = {kind: run['evaluations'][-1]['iter'] for kind, some in runs('papaformer').items() for run in some.values()}
-    hours = lambda kind, like: 8192 * steps[f'both-{kind}'] / rate[like] / 3600
-    paths = [hours('path1', 'path1'), hours('path2', 'path1')]           # the same shape
-    yield 'model | tokens/s | stage 1, hours | stage 2, hours | together | the paper: together'
-    for kind, paper in (('llama256', 12.5), ('llama192', 11.0)):
-        yield f"{KINDS['papaformer'][f'both-{kind}']} | {rate[kind]:.0f} | | {hours(kind, kind):.1f} | {hours(kind, kind):.1f} | {paper}"
+    """The second phase's steps at measured rates: hours on two cores, seconds on a GPU; in brackets against LLaMA_256."""
+    found = json.loads((HERE / 'papaformer_time.json').read_text())
+    steps = {kind.removeprefix('both-'): next(iter(some.values()))['evaluations'][-1]['iter'] for kind, some in runs('papaformer').items()}
+    rates = {key: {row['name'].replace('_', ''): row['tokens_per_s'] for row in bench['rows']} for key, bench in found.items()}
+    beside = sum(row['tokens_per_s'] for row in found['gpu']['rows'] if 'beside' in row['name'])     # of two paths together
+
+    def cell(kind, key, stage_1):
+        """stage_1: how long the paths take, from how long each takes alone."""
+        unit = 3600 if key == 'cpu' else 1
+        time = lambda model, like: 8192 * steps[model] / rates[key][like] / unit
+        second, whole = time(kind, kind), time('llama256', 'llama256')
+        first = stage_1(time('path1', 'path1'), time('path2', 'path1')) if stage_1 else 0            # paths have one shape
+        return (f'{first:.1f} + {second:.1f} = ' if stage_1 else '') + f'{first + second:.1f} ({100 * (first + second) / whole:.0f}%)'
+
+    def together(one, two):
+        """Both paths on one GPU: at their common rate until the shorter ends, then the other alone."""
+        return 2 * 8192 * min(steps['path1'], steps['path2']) / beside + abs(one - two)
+
+    yield 'model | two cores: paths + composed, hours | one H200: paths + composed, seconds | the paper, hours'
+    for kind, paper in (('llama256', '12.5 (100%)'), ('llama192', '11.0 (88%)')):
+        yield f"{KINDS['papaformer'][f'both-{kind}']} | {cell(kind, 'cpu', None)} | {cell(kind, 'gpu', None)} | {paper}"
     for kind in ('share', 'gumbel1', 'gumbel2'):
-        for how, first, paper in (('', sum(paths), 9.35), (', paths at once', max(paths), 7.85)):
-            text = ' + '.join(f'{h:.1f}' for h in paths) if not how else f'{first:.1f}'
-            yield (f"{KINDS['papaformer'][f'both-{kind}']}{how} | {rate['path1']:.0f}, then {rate[kind]:.0f} | {text} | {hours(kind, kind):.1f} | "
-                   f"{first + hours(kind, kind):.1f} | {paper}")
+        name = KINDS['papaformer'][f'both-{kind}']
+        for how, stage_1, paper in (('paths one after the other', lambda *times: sum(times), '9.35 (75%)'), ('paths at once, each on its own', max, '7.85 (63%)')):
+            yield f"{name}, {how} | {cell(kind, 'cpu', stage_1)} | {cell(kind, 'gpu', stage_1)} | {paper}"
+        yield f"{name}, paths at once on the same GPU | | {cell(kind, 'gpu', together)} | "
 
 
 def papaformer():
@@ -164,12 +189,12 @@ def papaformer():
 
 
 def moduleformer_base():
-    yield 'model | parameters, active | val loss | bits per byte | BLiMP | training loss, mean of ten of the last 300 steps'
+    yield 'model | parameters, active | seeds | val loss | bits per byte | BLiMP | training loss, mean of ten of the last 300 steps'
     for kind, some in runs('moduleformer').items():
         if kind.startswith('base'):
             some = list(some.values())
             fit = [statistics.mean(step['loss'] for step in run['steps'] if step['iter'] > run['steps'][-1]['iter'] - 300) for run in some]
-            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M | {val(some, 'babylm')} | "
+            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M | {len(some)} | {val(some, 'babylm')} | "
                    f"{val(some, 'babylm', 'bits_per_byte')} | {full_blimp(some)} | {spread(fit, 2)}")
 
 
@@ -180,7 +205,8 @@ def methods(how):
     sets = ('babylm', 'openmath_babylm')
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
     for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
-        yield f"before, {KINDS['moduleformer'][base]} | | " + ' | '.join(val(found[kind], data, at=0) for data in sets) + f' | {full_blimp(found[base])}'
+        first = [runs('moduleformer')[base][seed] for seed in runs('moduleformer')[kind]]      # of the seeds that went on
+        yield f"before, {KINDS['moduleformer'][base]} | | " + ' | '.join(val(found[kind], data, at=0) for data in sets) + f' | {full_blimp(first)}'
     for kind, some in found.items():
         if kind.startswith(how):
             name = KINDS['moduleformer'][kind]
@@ -227,19 +253,21 @@ def stlm():
 
 
 def again():
-    """Runs repeated from their printed command."""
-    yield 'command | val loss | again | difference | BLiMP | again'
-    for folder, kind, data in (('papaformer', 'stories-llama192', 'tinystories'), ('stlm', 'baseline', 'simplewiki')):
-        first, second = runs(folder)[kind][42], json.loads((HERE / 'again' / f'{kind}_42.json').read_text())
-        losses = [run['evaluations'][-1]['val'][data]['loss'] for run in (first, second)]
-        yield (f"`{first['command']}` | {losses[0]:.4f} | {losses[1]:.4f} | {losses[1] - losses[0]:+.4f} | {full_blimp([first])} | {full_blimp([second])}")
+    """Runs repeated from their printed command, at the last step that both have evaluated."""
+    yield 'command | step | val loss | again | difference | BLiMP | again'
+    for folder, kind, data in (('papaformer', 'stories-llama192', 'tinystories'), ('moep', 'printed', 'babylm'), ('stlm', 'baseline', 'simplewiki')):
+        both = [runs(folder)[kind][42], json.loads((HERE / 'again' / f'{kind}_42.json').read_text())]
+        losses = [{e['iter']: e['val'][data]['loss'] for e in run['evaluations']} for run in both]
+        step = max(losses[0].keys() & losses[1].keys())
+        first, second = losses[0][step], losses[1][step]
+        scores = ' | '.join(full_blimp([run]) if run['evaluations'][-1]['iter'] == step else '-' for run in both)
+        yield f"`{both[0]['command']}` | {step:,} | {first:.4f} | {second:.4f} | {second - first:+.4f} | {scores}"
 
 
 def glue():
     found, metric = json.loads((HERE / 'glue.json').read_text()), dict(cola='Matthews', mrpc='F1')
-    names = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
     yield 'task, metric | train, valid | majority | GPT-2 | MoEP | minutes per seed, GPT-2 | MoEP'
-    for task, name in names.items():
+    for task, name in GLUE.items():
         key, entries = metric.get(task, 'accuracy'), [found[run][task] for run in ('gpt2_42', 'moep_42')]
         scores = [spread([seed[key] for seed in entry['seeds'].values()], 2) for entry in entries]
         times = [[seed['minutes'] for seed in entry['seeds'].values()] for entry in entries]
@@ -257,7 +285,7 @@ def fill(text):
 
 
 if __name__ == '__main__':
-    stale = [path for path in sorted(HERE.parent.glob('*.md')) if fill(path.read_text(encoding='utf-8')) != path.read_text(encoding='utf-8')]
+    stale = [path for path in [HERE.parents[1] / 'README.md', *sorted(HERE.parent.glob('*.md'))] if fill(path.read_text(encoding='utf-8')) != path.read_text(encoding='utf-8')]
     for path in stale:
         if '--check' not in sys.argv:
             path.write_text(fill(path.read_text(encoding='utf-8')), encoding='utf-8')
