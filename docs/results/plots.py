@@ -96,7 +96,8 @@ def moduleformer_real():
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
     for axis, how, title in zip(axes, ('joint', 'life'), ('math, one part in five of old text', 'math alone')):
         for base, style in (('base', '--'), ('base-dense', ':')):
-            axis.axvline(np.mean([run['evaluations'][-1]['val']['babylm']['loss'] for run in found[base].values()]), color='grey', ls=style,
+            start = [run['evaluations'][0]['val']['babylm']['loss'] for run in found[f"{how}-{'dense' if 'dense' in base else 'full'}"].values()]
+            axis.axvline(np.mean(start), color='grey', ls=style,
                          label=f"{tables.KINDS['moduleformer'][base]}, before")
         for kind, some in found.items():
             if kind.startswith(how):
