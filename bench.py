@@ -14,7 +14,6 @@ causal attention, 6 per unit of its width and position; the machine's rate is th
 same run. Any setting can be given as --key=value, as to train.py.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import replace
@@ -23,8 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, check_writable, run_main
-from eval_blimp import write_json
+from errors import Parser, UserError, check_writable, run_main, write_json
 from loader import Data
 from machine import Machine, Replay
 from moep import MoEP, MoEPConfig
@@ -209,7 +207,7 @@ def show(row, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('configs', nargs='+', help='config files')
     parser.add_argument('--batch_size', type=int, nargs='+', help="several to try; the config's own if not given, 1 to decode")
     parser.add_argument('--dense', action='store_true', help='beside every model a GPT-2 of as many parameters')

@@ -1,5 +1,7 @@
-"""What a user can meet is one line that says what is wrong and what to do, and exit code 2; never a traceback."""
+"""What a user can meet is one line that says what is wrong and what to do, and exit code 2; never a traceback, nor half a result."""
 
+import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,10 +11,30 @@ class UserError(Exception):
     """Its text is that line."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a script's command line: its docstring is the help, a mistake is that line."""
+
+    def __init__(self, doc):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        raise UserError(f'{message}; see python {self.prog} --help')
+
+
 def check_writable(path):
     """Before the work whose result goes there, not after it."""
     if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
+
+
+def write_json(path, value):
+    """Whole or not at all."""
+    temporary = Path(f'{path}.tmp')
+    with open(temporary, 'w', encoding='utf-8') as f:
+        f.write(json.dumps(value, default=str) + '\n')     # paths may be among the settings
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
 
 
 def run_main(main):

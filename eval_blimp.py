@@ -19,10 +19,8 @@ that close pairs are not decided by rounding. --data takes any folder of .jsonl 
 and `sentence_bad`; `UID` (else the file's name) is the paradigm, `linguistics_term` the phenomenon.
 """
 
-import argparse
 import importlib.util
 import json
-import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, check_writable, run_main
+from errors import Parser, UserError, check_writable, run_main, write_json
 from machine import Machine
 from train import load_checkpoint, read_checkpoint, short
 
@@ -359,16 +357,6 @@ def plot(runs, path):
     figure.savefig(path, dpi=150, bbox_inches='tight', format=path.suffix[1:] or 'png')
 
 
-def write_json(path, value):
-    """Whole or not at all."""
-    temporary = path.with_name(path.name + '.tmp')
-    with open(temporary, 'w', encoding='utf-8') as f:
-        json.dump(value, f, default=str)                 # paths among the settings
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -400,11 +388,7 @@ def score_checkpoint(path, paradigms, args, cache):
 
 
 def read_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def fail(message):
-        raise UserError(f'{message}; see python eval_blimp.py --help')
-    parser.error = fail                                  # one line, as every other mistake
+    parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+', help='run folders (out/moep) or checkpoints (out/moep/ckpt_1M.pt)')
     parser.add_argument('--data', type=Path, help='a folder of .jsonl files, or one; the toy pairs if not given')
     parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness')

@@ -10,15 +10,13 @@ averaged over all windows. A model that uses its context well has a loss that fa
 goes on falling behind the trained length. Models with a table of positions (moep.py) cannot be asked about longer windows.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, check_writable, run_main
+from errors import Parser, UserError, check_writable, run_main, write_json
 from loader import as_tensor, fetch
 from machine import Machine
 from train import build, read_checkpoint
@@ -38,7 +36,7 @@ def loss_by_position(model, tokens, length, stride, batch_size, machine):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+', help='run folders; their data must have the same tokenizer')
     parser.add_argument('--data', help="a data set's folder; the first run's own data if not given")
     parser.add_argument('--length', type=int, help='of a window; four times what the first run was trained at if not given')
@@ -86,7 +84,7 @@ def main():
     if args.json:
         rows = [dict(run=run, trained=T, loss=[round(v, 5) for v in loss.tolist()])
                 for run, T, loss in zip(args.runs, trained, losses)]
-        Path(args.json).write_text(json.dumps(dict(data=str(folder), stride=args.stride, runs=rows)) + '\n', encoding='utf-8')
+        write_json(args.json, dict(data=str(folder), stride=args.stride, runs=rows))
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ In a data set's val.bin the question is a document's first line. Problems withou
 those that leave fewer than --max_new_tokens of the model's context, are left out and counted.
 """
 
-import argparse
 import json
 import re
 from collections import Counter
@@ -22,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, check_writable, run_main
+from errors import Parser, UserError, check_writable, run_main, write_json
 from machine import Machine
 from train import load_checkpoint
 
@@ -106,7 +105,7 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
     parser.add_argument('--data', help="a data set's folder or a .jsonl file; the run's own data if not given")
     parser.add_argument('--num', type=int, help='so many problems, from the front; all if not given')
@@ -136,7 +135,7 @@ def main():
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of {result['problems']:,} problems of {data} "
           f"({result['left_out']:,} left out; always the commonest answer: {100 * result['guess']:.1f}%)")
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+        write_json(args.json, result)
 
 
 if __name__ == '__main__':

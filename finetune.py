@@ -13,7 +13,6 @@ Settings are those of PaPaformer's Table 5. The best epoch counts; after --patie
 stops. `majority` is what always the commonest label of the training set would get.
 """
 
-import argparse
 import copy
 import json
 import re
@@ -31,8 +30,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import prepare
-from errors import UserError, check_writable, run_main
-from eval_blimp import write_json
+from errors import Parser, UserError, check_writable, run_main, write_json
 from lora import add_lora, merge_lora
 from machine import Machine, Replay
 from settings import Settings
@@ -379,11 +377,7 @@ def read_blimp(path, run):
 
 
 def read_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def fail(message):
-        raise UserError(f'{message}; see python finetune.py --help')
-    parser.error = fail                                  # one line, as every other mistake
+    parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints')
     parser.add_argument('--task', default='all', help=f"all that the folder holds, or some: {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default=Path('data/toy_glue'), help='the folder of the tasks; the toy task at first')

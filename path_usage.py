@@ -10,15 +10,13 @@ but the last. A choice is right if it is the path that was trained on the prompt
 path 1, the second to path 2, and so on; the mix counts as wrong.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import prepare
-from errors import UserError, check_writable, run_main
+from errors import Parser, UserError, check_writable, run_main, write_json
 from machine import Machine
 from papaformer import path_accuracy, path_usage
 from train import load_checkpoint
@@ -43,7 +41,7 @@ def document_starts(folder, tokenizer, num, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder of a PaPaformer with parallel layers')
     parser.add_argument('--data', nargs='+', help="one data set per path, in order; the paper's prompts if not given")
     parser.add_argument('--num', type=int, default=500, help='prompts of each data set')
@@ -89,7 +87,7 @@ def main():
     result['accuracy'] = path_accuracy(torch.cat(found), paths)
     print(f"all: {100 * result['accuracy']:.1f}% right")
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+        write_json(args.json, result)
 
 
 if __name__ == '__main__':

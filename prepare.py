@@ -11,7 +11,6 @@ Documents are spooled to a file first and then handled as (offset, length) pairs
 holds about 1 MB of text (or one document). CRLF becomes \\n and blank lines around a document go, nothing else.
 """
 
-import argparse
 import base64
 import bz2
 import contextlib
@@ -41,7 +40,7 @@ import tiktoken
 from tqdm import tqdm
 
 from download import NAMED, fetch_named
-from errors import UserError, run_main
+from errors import Parser, UserError, run_main
 from toy import SCENES, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 EOT = '<|endoftext|>'
@@ -545,13 +544,8 @@ def land_pairs(target, inputs, expected, overwrite):
     print(f'{target}: {sum(sizes):,} pairs in {len(files)} files')
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f'{message}; see python prepare.py --help')
-
-
 def main(argv=None):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('what', choices=['toy', 'text', *NAMED])
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+', help='files and folders: .txt .jsonl, .gz and .xz of them')
@@ -560,7 +554,7 @@ def main(argv=None):
     parser.add_argument('--tokenizer', help='instead: gpt2, bytes, a .tiktoken file, a tokenizer.json, data/NAME')
     parser.add_argument('--chunks', action='store_true', help='symbol streams for the byte-level model')
     parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk, with --chunks')
-    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'], help='end of a document')
+    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'], help='end of a document; auto: end-of-text, or else blank lines, or else passages of some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=float, default=0.01, help='where no file is named val, valid or dev')
     parser.add_argument('--seed', type=int, default=1337)

@@ -9,15 +9,13 @@ Each module's frequency is counted on the first half of val.bin, the loss is mea
 the table: prune with train.py, --surgery=prune_experts --surgery_args="dict(threshold=0.05)".
 """
 
-import argparse
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 import prepare
-from errors import UserError, check_writable, run_main
+from errors import Parser, UserError, check_writable, run_main, write_json
 from loader import as_tensor, val_batches
 from machine import Machine
 from moduleformer import count_usage, prune_experts
@@ -40,7 +38,7 @@ def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machi
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder of a ModuleFormer')
     parser.add_argument('--data', help="a data set's folder; the run's own if not given")
     parser.add_argument('--thresholds', type=float, nargs='+', help='least frequency of a module that stays')
@@ -76,7 +74,7 @@ def main():
               f"{row['loss']:10.4f}{row['loss'] - rows[0]['loss']:+10.4f}")
     if args.json:
         result = dict(run=args.run, data=str(folder), normalise=args.normalise, rows=rows)
-        Path(args.json).write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+        write_json(args.json, result)
 
 
 if __name__ == '__main__':

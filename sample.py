@@ -6,11 +6,10 @@ Look at what a trained model does.
     python sample.py out/moep --prompt "Once upon a time" --routes     # the way each token took, layer by layer
 """
 
-import argparse
 
 import torch
 
-from errors import UserError, run_main
+from errors import Parser, UserError, run_main
 from machine import Machine
 from prepare import load_tokenizer
 from train import load_checkpoint
@@ -46,7 +45,7 @@ def show_routes(model, tokenizer, idx):
 
 @torch.no_grad()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints (out/moep/ckpt_1M.pt)')
     parser.add_argument('--prompt', default='', help='text to go on from; a document starts here if it is empty')
     parser.add_argument('--num', type=int, default=1, help='samples')

@@ -24,7 +24,7 @@ class Settings:
     seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
     stride: int | None = None              # tokens between the starts of chunks; seq_len if not given
     stream: bool = False                   # every row of the batch reads on where it stopped, instead of shuffled chunks
-    memory: int = 0                        # with stream: so many past keys and values, detached, extend the context
+    memory: int = 0                        # with stream: so many past keys and values, detached, extend the context (moduleformer)
     epoch_words: float | None = None       # an epoch ends after this many words; after all chunks if not given
     # how long
     epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut

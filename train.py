@@ -62,12 +62,12 @@ def score(model, batches, token_lengths, machine):
 
 @torch.no_grad()
 def route_shares(model, x, machine):
-    """{layer: the share of the routed slots that went to each choice}."""
+    """{layer: the share of the routed slots that went to each choice}. Where all get something, the share of the gates."""
     model.eval()
     with machine.autocast():
         gates = model.routes(x)
     model.train()
-    counts = {name: (gate != 0).flatten(0, 1).sum(0).cpu().double() for name, gate in gates.items()}
+    counts = {name: (gate if gate.all() else gate != 0).flatten(0, 1).sum(0).cpu().double() for name, gate in gates.items()}
     return {name: [round(v, 4) for v in (count / count.sum()).tolist()] for name, count in counts.items()}
 
 
@@ -277,17 +277,19 @@ class Trainer:
 
     def check_model(self):
         """One step's forward on nothing, so that what does not fit is told before anything is written."""
-        self.model.eval()
+        self.model.train()
         idx = torch.zeros(1, self.data.T, dtype=torch.long, device=self.machine.device)
         try:
             with self.machine.autocast():
-                cache = [] if self.s.memory else None
-                aux = self.model(idx, cache=cache)[2]
-                if self.s.memory:
-                    self.model(idx, cache=trim(cache, self.s.memory))
+                aux = self.model(idx)[2]
         except ValueError as e:
             raise UserError(f'{self.s.model}: {e}') from None
-        self.model.train()
+        if self.s.memory:                                # cached keys keep the positions they were made with
+            try:
+                with torch.no_grad(), self.machine.autocast():
+                    self.model(idx.new_zeros(1, self.model.config.block_size + 1))
+            except ValueError:
+                raise UserError(f'memory needs a model without positions, as moduleformer: {self.s.model} cannot read on without end') from None
         if self.s.dropout_schedule != 'constant' and not (hasattr(self.model, 'set_dropout') and self.model.config.dropout):
             raise UserError('dropout_schedule needs a model that has set_dropout, and a dropout of more than 0')
         for name, value in aux.items():
@@ -471,7 +473,7 @@ def check_resume(ckpt, s, model_keys, corpus, machine, say):
         raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, but this config trains {s.model}.py")
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
-    for key, value in model_keys.items():
+    for key, value in ({} if s.surgery else model_keys).items():         # a surgery may have changed them
         if ckpt['config'].get(key) != value:
             raise UserError(f"{s.out_dir} was trained with {key} = {ckpt['config'].get(key)!r}, not {value!r}: "
                             'resume with the same model, or set another --out_dir')

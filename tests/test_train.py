@@ -28,6 +28,8 @@ from prepare import UserError
 TINY = ['--model=moep', '--block_size=32', '--n_layer=2', '--n_head=2', '--n_embd=16', '--n_parallel=1',
         '--n_head_parallel=1', '--n_embd_parallel=16', '--n_block=2', '--n_expert=2', '--top_k=1', '--dropout=0.1',
         '--batch_size=2', '--warmup_iters=5', '--eval_tokens=256', '--log_interval=1', '--sample_tokens=5']
+ENDLESS = ['--model=moduleformer', '--block_size=32', '--n_layer=1', '--n_embd=16', '--n_att=2', '--d_att=8', '--n_head=1', '--n_ffd=2',
+           '--d_ffd=16', '--top_k=1', '--d_router=8', *TINY[12:]]        # without positions: what segment memory needs
 
 
 @pytest.fixture
@@ -117,11 +119,11 @@ def test_the_schedule_reaches_the_weights(tiny, tmp_path):
 
 def test_memory_ends_with_the_epoch(data_dir, tmp_path, tiny):
     """One step per epoch: the second step's text has nothing before it."""
-    args = ['--stream', '--seq_len=16', '--memory=16', '--dropout=0.0', '--learning_rate=1e-9', "--data={'toy_stories': (0.0, 0.02)}"]
-    s, _, _ = settings.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
+    args = ['--stream', '--seq_len=16', '--memory=16', '--learning_rate=1e-9', "--data={'toy_stories': (0.0, 0.02)}"]
+    s, _, _ = settings.read_settings([*ENDLESS, *args, f'--data_dir={data_dir}'])
     machine, s.batch_size = train.Machine('cpu'), 1
     s.batch_size = len(train.Data(s, train.Corpus(s, machine), 16, machine).starts) // 2 + 1
-    tiny('--max_iters=2', *args, f'--batch_size={s.batch_size}')
+    tiny('--max_iters=2', *args, f'--batch_size={s.batch_size}', keys=ENDLESS)
     data = train.Data(s, train.Corpus(s, machine), 16, machine)
     model, _ = train.load_checkpoint(tmp_path / 'run')
     assert len(data.starts) == s.batch_size
@@ -140,6 +142,17 @@ def test_an_auxiliary_value_without_gradient_is_told(run, data_dir, tmp_path):
     """A weight for what is there to be logged does nothing, and train.py says so."""
     told = run('train.py', 'config/selfmoe.py', '--max_iters=0', f'--data_dir={data_dir}', '--aux_weights=dict(layer_size_0=1.0)', f'--out_dir={tmp_path}/x').stdout
     assert "aux_weights names 'layer_size_0', which no weight that trains can change" in told
+    # one that has a gradient in training alone: the released losses read the choices, which are sampled there
+    told = run('train.py', 'config/papaformer.py', '--max_iters=0', '--connection=gumbel1', '--aux_form=released',
+               '--aux_weights=dict(entropy=0.01, load=0.01)', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/y').stdout
+    assert 'no weight that trains' not in told
+
+
+def test_shares_of_routes():
+    """Counted where some get nothing; where all get something, the gates are added up."""
+    hard, soft = torch.tensor([[[0.7, 0.3, 0.0], [0.0, 0.6, 0.4]]]), torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.2, 0.3]]])
+    model = SimpleNamespace(eval=lambda: None, train=lambda: None, routes=lambda x: dict(hard=hard, soft=soft))
+    assert train.route_shares(model, None, train.Machine('cpu')) == dict(hard=[0.25, 0.5, 0.25], soft=[0.6, 0.2, 0.2])
 
 
 def test_dropout_schedules(run, data_dir, tmp_path):
@@ -174,19 +187,28 @@ def test_checkpoints_by_words(tiny, tmp_path):
 
 
 def test_segment_memory_extends_the_context(data_dir, tmp_path, tiny):
-    """Two steps over one stream with memory: the second loss is that of the second half of a context twice as long."""
-    args = ['--stream', '--seq_len=16', '--memory=16', '--dropout=0.0', '--batch_size=2', '--learning_rate=1e-9']
-    tiny('--max_iters=2', *args)
-    s, module, keys = settings.read_settings([*TINY, *args, f'--data_dir={data_dir}'])
+    """Steps over one stream with memory: from the second on, a loss is that of the second half of a context twice as long (one layer:
+    keys and values are those of the tokens alone)."""
+    args = ['--stream', '--seq_len=16', '--memory=16', '--batch_size=2', '--learning_rate=1e-9']
+    tiny('--max_iters=4', *args, keys=ENDLESS)
+    s, module, keys = settings.read_settings([*ENDLESS, *args, f'--data_dir={data_dir}'])
     machine = train.Machine(s.device)
     data = train.Data(s, train.Corpus(s, machine), 16, machine)
     model, _ = train.load_checkpoint(tmp_path / 'run')
-    x1, _ = data.batch(data.take(2))
-    x2, y2 = data.batch(data.take(2))
-    both = torch.cat((x1, x2), 1)
-    _, want, _ = model(both, torch.cat((torch.full_like(x1, -1), y2), 1))
-    assert abs(losses(tmp_path / 'run')[2] - want.item()) < 1e-5
-    assert abs(model(x2, y2)[1].item() - want.item()) > 1e-5   # without the memory it is another number
+    before, _ = data.batch(data.take(2))
+    for step in (2, 3, 4):
+        x, y = data.batch(data.take(2))
+        _, want, _ = model(torch.cat((before, x), 1), torch.cat((torch.full_like(x, -1), y), 1))
+        assert abs(losses(tmp_path / 'run')[step] - want.item()) < 1e-5
+        assert abs(model(x, y)[1].item() - want.item()) > 1e-5     # without the memory it is another number
+        before = x
+
+
+@pytest.mark.parametrize('config', ['moep', 'gpt2', 'papaformer', 'llama', 'selfmoe', 'stlm'])
+def test_segment_memory_is_refused_where_keys_have_positions(run, data_dir, tmp_path, config):
+    """They would keep those of their own segment, and stand where the next one's tokens do."""
+    told = run('train.py', f'config/{config}.py', '--stream', '--seq_len=16', '--memory=16', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/x', code=2).stderr
+    assert 'memory needs a model without positions, as moduleformer' in told and not (tmp_path / 'x').exists()
 
 
 # ------------------------------------------------------------------------------------------------ killed and resumed
@@ -234,9 +256,9 @@ def test_ten_kills(tiny, data_dir, tmp_path):
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signals_save_first(tiny, data_dir, tmp_path, number):
     args = ['--max_iters=60', '--save_interval=1000', '--eval_interval=1000', '--stream', '--seq_len=16', '--memory=16']
-    tiny(*args, out='calm')
+    tiny(*args, out='calm', keys=ENDLESS)
     out = tmp_path / 'run'
-    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *TINY, f'--data_dir={data_dir}', f'--out_dir={out}', *args],
+    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *ENDLESS, f'--data_dir={data_dir}', f'--out_dir={out}', *args],
                                env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.PIPE, text=True)
     while not (out / 'log.jsonl').exists() or (out / 'log.jsonl').read_bytes().count(b'"loss"') < 5:
         time.sleep(0.001)
@@ -245,7 +267,7 @@ def test_signals_save_first(tiny, data_dir, tmp_path, number):
     assert process.returncode == 128 + number and '--resume' in stdout
     at = torch.load(out / 'ckpt.pt', weights_only=True)['iter']
     assert 5 <= at < 60
-    tiny('--resume', *args)
+    tiny('--resume', *args, keys=ENDLESS)
     assert losses(out) == losses(tmp_path / 'calm')      # segment memory and place in the streams came along
 
 
@@ -351,6 +373,10 @@ def test_init_from_and_surgery(tiny, tmp_path, monkeypatch):
     assert model.config.n_block == 4 and ckpt['iter'] == 0
     start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=3', '--resume')
     assert list(losses(tmp_path / 'new')) == [1, 2, 3] and weights(tmp_path / 'new')['parallel.0.fc'].size(0) == 4
+    # the same with the base's config, which says n_block = 2, as a config file would; the model has 4 after the surgery
+    for more in ([], ['--resume']):
+        tiny(f'--init_from={base}', '--surgery=my_surgery.widen', f'--max_iters={2 + len(more)}', *more, out='config', PYTHONPATH=str(tmp_path))
+    assert list(losses(tmp_path / 'config')) == [1, 2, 3]
     # several runs into one
     start(f'--init_from=["{base}", "{tmp_path / "other"}"]', '--surgery=my_surgery.average', '--max_iters=0', out='mean')
     a, b, m = weights(base), weights(tmp_path / 'other'), weights(tmp_path / 'mean')
@@ -408,7 +434,6 @@ def one_line(done):
     (['--init_from=out/nothing_there'], ['no checkpoint']),
     (['--memory=16'], ['stream']),
     (['--seq_len=64'], ['block_size']),
-    (['--stream', '--memory=32'], ['block_size']),
     (['--batch_size', '8'], ['--batch_size=8']),
     (['--device=tpu'], ['tpu']),
     (['--device=cuda:1'], ['cuda:1', 'CUDA_VISIBLE_DEVICES']),
