@@ -98,7 +98,7 @@ def training(model, s, T, machine):
     data = RandomTokens(model.config.vocab_size, s.batch_size * s.gradient_accumulation_steps, T, machine.device)
     compiled = torch.compile(model.train(), options=FASTER) if s.compile or (s.compile is None and machine.cuda) else model.train()
     s = replace(s, memory=0)
-    replay = Replay(lambda starts: train_step(compiled, optimizer, data, starts, None, s, machine), machine, s.graph is not False)
+    replay = Replay(lambda starts: train_step(compiled, optimizer, data, starts, None, s, machine), machine, s.graph)
     step = lambda: replay(torch.from_numpy(data.take(data.rows)).to(machine.device))
     step()                                               # compiles, and allocates the optimiser's state
     reset_memory(machine)
@@ -230,7 +230,8 @@ def main():
             show_head(machine, rate, args)
         T = args.generate + 1 if args.generate else s.seq_len or (1024 if args.prefill else keys['block_size'])
         keys['block_size'] = max(T, keys['block_size'])
-        for s.batch_size in args.batch_size or [1 if args.generate else 32 if args.prefill else s.batch_size]:
+        for batch_size in args.batch_size or [1 if args.generate else 32 if args.prefill else s.batch_size]:
+            s.batch_size = batch_size
             torch.manual_seed(s.seed)
             model = module.Model(make_config(module, keys)).to(machine.device)
             rows.append(measure(model, name, s, T, args, machine, rate))

@@ -366,7 +366,7 @@ def score_checkpoint(path, paradigms, args, cache):
     model, ckpt = load_checkpoint(path, args.device)
     meta = prepare.load_meta(ckpt['folder'])
     key = meta['tokenizer']['hash']
-    if ckpt.get('tokenizer', key) != key:
+    if ckpt['tokenizer'] != key:
         raise UserError(f"{ckpt['folder']}/meta.json describes another tokenizer than {path} was trained with")
     if key not in cache:                                 # checkpoints of one run share their sentences
         tokenizer = prepare.load_tokenizer(ckpt['folder'])
@@ -382,7 +382,7 @@ def score_checkpoint(path, paradigms, args, cache):
     for heading, name, names in groups(paradigms)[1:]:
         by_group[heading][name] = mean(accuracy, names)
     return dict(checkpoint=str(path), folder=ckpt['folder'], model=ckpt['model'], parameters=model.count_params()[0],
-                tokenizer=key, iter=ckpt.get('iter', 0), words=ckpt.get('words', 0),
+                tokenizer=key, iter=ckpt['iter'], words=ckpt['words'],
                 overall=mean(accuracy, list(accuracy)), fields=by_group['field'], phenomena=by_group['phenomenon'],
                 paradigms=result)
 

@@ -296,7 +296,6 @@ def fit(base, task, train, valid, seed, args, machine, bar):
     optimizer, history = make_optimizer(classifier, s, machine), []
     it, steps = 0, -(-len(train.lengths) // args.batch_size)
 
-    @lambda fn: Replay(fn, machine)
     def step(ids, last, y):
         optimizer.zero_grad(set_to_none=True)
         with machine.autocast():
@@ -305,6 +304,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         loss.backward()
         nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
         optimizer.step()
+    step = Replay(step, machine)
     for epoch in range(args.epochs):
         classifier.train()
         for rows, ids, last in train.batches(train.shuffled(seed, epoch, args.batch_size), args.batch_size):

@@ -60,9 +60,9 @@ class Corpus:
                     for name, folder in self.folders.items()}
 
     def calibration(self, seq_len):
-        """The first batches of every val set, for a surgery that has to look at data."""
+        """The first batches of the val sets of `data`, for a surgery that has to look at some."""
         return [batch for name in self.ranges
-                for batch, _ in zip(val_batches(self.val[name], seq_len, self.s, self.pad), range(self.s.surgery_batches))]
+                for batch, _ in zip(val_batches(self.val[name], seq_len, self.s.batch_size, self.pad, self.s.eval_tokens), range(self.s.surgery_batches))]
 
 
 class Data:
@@ -154,11 +154,11 @@ class Data:
         self.starts = self.order(self.epoch)
 
 
-def val_batches(tokens, seq_len, s, pad, rank=0, world=1):
-    """Windows of seq_len targets that cover every token but the first exactly once; this process's share of them."""
-    device, batch_size = tokens.device, s.batch_size
+def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):
+    """Windows of seq_len targets that cover every token but the first exactly once, or the first eval_tokens; this process's share."""
+    device = tokens.device
     starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
-    starts = starts[:max(1, s.eval_tokens // seq_len) if s.eval_tokens else None][rank::world]
+    starts = starts[:max(1, eval_tokens // seq_len) if eval_tokens else None][rank::world]
     for some in starts.split(batch_size) if len(starts) else ():
         positions = some[:, None] + torch.arange(seq_len + 1, device=device)
         chunk = fetch(tokens, positions.clamp(max=len(tokens) - 1))

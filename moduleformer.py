@@ -18,7 +18,7 @@ What to look at first: `stick_weights`, where Eq. 3 and 4 are three lines, and `
 
 Measured: trained on 128 tokens, it has 1.071 nats per token at positions up to 512, where rotary positions have 3.2 (toy stories, three
 seeds: docs/moduleformer.md). On one H200, 104M parameters, 22M active, 40M words, one seed: 3.434 nats per token and BLiMP 69.4, a dense
-model with as many active 3.378 and 67.1 (docs/results.md); 0.83M training tokens/s at batch 32 x 512 (docs/speed.md).
+model with as many active 3.391 and 66.4 (two; docs/results.md); 0.83M training tokens/s at batch 32 x 512 (docs/speed.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 3 prints no scale; z is divided by sqrt(d_head), as usual. A module's width may be split into heads.
@@ -28,7 +28,7 @@ Departures from the paper, and gaps it leaves:
 - "Previous batch" (section 3.2) means the previous segment of the same text: `train.py --stream --memory=T`. That doubles
   the direct context, as section 5.1 says; N_L*T of section 3.2 is how far information can travel through N_L layers.
 - With `identity_kv` keys and values are the layer's normalised input, for modules as wide as the model, with one head.
-- The paper gives no initialisation: see `init_weights`.
+- The paper gives neither initialisation (see `init_weights`) nor activation, norm, biases, tying: GELU, LayerNorm, none in experts, untied.
 
 Dimension letters, used as suffixes where routing makes shapes hard to see:
 B batch, T sequence, S keys (memory and sequence), N = B*T tokens, D width, E modules, K chosen per token, R = N*K rows that
@@ -265,7 +265,7 @@ class Router(nn.Module):
         self.A = Stack(n, n_new, config.d_router)        # a row is a module's embedding
 
     def forward(self, x_ND):
-        with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
+        with torch.autocast(x_ND.device.type, enabled=False):   # in float32 (TF32 on a GPU): near ties should not hang on rounding
             h_NE = F.linear(F.relu(self.B(x_ND.to(self.B.weight.dtype))), self.A())
             log_prob_NE = F.log_softmax(h_NE, -1)
             prob_NE = log_prob_NE.exp()

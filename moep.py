@@ -56,7 +56,7 @@ class MoEPConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            if field.type is int and getattr(self, field.name) < (field.name != 'n_parallel'):
+            if field.type is int and getattr(self, field.name) < (0 if field.name == 'n_parallel' else 1):
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
@@ -197,7 +197,7 @@ class Router(nn.Module):
         self.n_choices, self.top_k, self.balance, self.sparse = n_choices, config.top_k, config.balance, config.sparse
 
     def forward(self, x_ND):
-        with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
+        with torch.autocast(x_ND.device.type, enabled=False):   # in float32 (TF32 on a GPU): near ties should not hang on rounding
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
         gate_NK, choice_NK = largest_k(prob_NE, self.top_k)
         gate_NK, balance = gate_NK / gate_NK.sum(-1, keepdim=True), self.balance_loss(prob_NE, choice_NK)
@@ -354,8 +354,8 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's, but shrink and grow are the stream itself and keep its size: 1/sqrt(fan-in) for linear experts. A SwiGLU expert
-        is quadratic for small inputs, so its first map also lifts the young stream to size 1, and its second brings it back."""
+        """GPT-2's, but shrink and grow are the stream itself, and each expert keeps its size (the mean of K is smaller, at most by sqrt(K)):
+        1/sqrt(fan-in). A SwiGLU expert is quadratic for small inputs: its first map also lifts the young stream to 1, its second brings it back."""
         depth = self.config.n_layer + self.config.n_parallel
         young = 0.02 * math.sqrt(2)                      # the stream's size at the start: two embeddings
         for name, p in self.named_parameters():

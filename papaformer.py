@@ -167,7 +167,7 @@ class Router(nn.Module):
         self.temperature, self.hard, self.aux_form = config.temperature, config.hard, config.aux_form
 
     def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):      # in float32: near ties should not hang on rounding
+        with torch.autocast(x.device.type, enabled=False):      # in float32 (TF32 on a GPU): near ties should not hang on rounding
             logits = self.linear(x.to(self.linear.weight.dtype))
             if self.training:
                 weights = F.gumbel_softmax(logits, self.temperature, self.hard)

@@ -10,7 +10,6 @@ the table: prune with train.py, --surgery=prune_experts --surgery_args="dict(thr
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -27,11 +26,10 @@ THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0
 def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machine):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half, T = len(tokens) // 2, model.config.block_size
-    batches = SimpleNamespace(batch_size=batch_size, eval_tokens=None)
-    usage, rows = count_usage(model, val_batches(tokens[:half], T, batches, -1)), []
+    usage, rows = count_usage(model, val_batches(tokens[:half], T, batch_size, -1)), []
     for threshold in thresholds:
         pruned, table = prune_experts(model, usage, threshold, normalise)
-        loss = score(pruned, val_batches(tokens[half:], T, batches, -1), token_lengths, machine)['loss']
+        loss = score(pruned, val_batches(tokens[half:], T, batch_size, -1), token_lengths, machine)['loss']
         modules = sum(row['after'] for row in table) / sum(row['before'] for row in table)
         rows.append(dict(threshold=threshold, parameters=pruned.count_params()[0], left=table.left, modules=modules, loss=loss))
     return rows

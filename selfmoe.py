@@ -192,7 +192,7 @@ class Router(nn.Module):
         self.top_k = top_k
 
     def forward(self, x_ND):
-        with torch.autocast(x_ND.device.type, enabled=False):   # in float32: near ties should not hang on rounding
+        with torch.autocast(x_ND.device.type, enabled=False):   # in float32 (TF32 on a GPU): near ties should not hang on rounding
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
         gate_NK, choice_NK = prob_NE.topk(self.top_k)
         share_E = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0).mean(0) / self.top_k
@@ -239,7 +239,7 @@ class Gate(nn.Module):
         return F.linear(h, self.weight) if self.weight.dim() == 2 else self.weight * h
 
 
-def size(h):
+def rms(h):
     """The mean size of a state's entries: root mean square over channels, mean over tokens. For the log only."""
     return h.detach().float().square().mean(-1).sqrt().mean()
 
@@ -286,10 +286,10 @@ class SelfMoE(nn.Module):
         for i, block in enumerate(self.blocks):
             out, losses = block(h, past, cache)
             aux = {name: aux.get(name, 0) + loss for name, loss in losses.items()}
-            sizes[f'layer_size_{i}'] = size(out)
+            sizes[f'layer_size_{i}'] = rms(out)
             if str(i) in self.gates:
                 around = self.gates[str(i)](h)
-                sizes[f'gate_size_{i}'] = size(around)
+                sizes[f'gate_size_{i}'] = rms(around)
                 out = out + around                                              # Eq. 2
             h = out
         return self.norm_f(h), {**aux, **sizes}
@@ -353,8 +353,8 @@ def rebuild(model, **changes):
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
     new = SelfMoE(SelfMoEConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
-    kept = new.state_dict().keys() & model.state_dict().keys()
-    new.load_state_dict({name: model.state_dict()[name] for name in kept}, strict=False)
+    old, known = model.state_dict(), new.state_dict().keys()
+    new.load_state_dict({name: old[name] for name in old.keys() & known}, strict=False)
     return new.train(model.training)
 
 

@@ -64,7 +64,7 @@ class Settings:
     device: str = 'auto'                   # cuda, mps or cpu, whichever is there
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
     compile: bool | None = None            # torch.compile; if not given, on cuda for runs of at least 200 steps
-    graph: bool | None = None              # a step as one CUDA graph; if not given, where possible: one GPU, no memory, no float32 experts
+    graph: bool = True                     # a step as one CUDA graph where possible: one GPU, no memory, no float32 experts
 
 
 def read_settings(argv, usage=''):

@@ -362,11 +362,11 @@ class Trainer:
         self.check_health()
         s, machine, scores = self.s, self.machine, {}
         for name in self.corpus.scored:
-            batches = val_batches(self.corpus.val[name], self.data.T, s, self.corpus.pad, machine.rank, machine.world)
+            batches = val_batches(self.corpus.val[name], self.data.T, s.batch_size, self.corpus.pad, s.eval_tokens, machine.rank, machine.world)
             scores[name] = v = score(self.model, batches, self.corpus.token_lengths, machine)
             self.say(f"step {self.it:6,}  {name}: val loss {v['loss']:.4f}, perplexity {v['perplexity']:.2f}, "
                      f"{v['bits_per_byte']:.4f} bits per byte")
-        x, _ = next(val_batches(self.corpus.val[self.corpus.scored[0]], self.data.T, s, self.corpus.pad))
+        x, _ = next(val_batches(self.corpus.val[self.corpus.scored[0]], self.data.T, s.batch_size, self.corpus.pad, s.eval_tokens))
         self.routed = route_shares(self.model, x, machine)
         self.log(words=round(self.data.words), val=scores, routes=self.routed)
 
@@ -398,7 +398,7 @@ class Trainer:
             self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
         model = self.wrap()
         step = Replay(lambda starts: train_step(model, self.optimizer, data, starts, self.memory, s, machine), machine,
-                      s.graph is not False and not s.memory)    # a memory's tensors are new ones at every step
+                      s.graph and not s.memory)    # a memory's tensors are new ones at every step
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]

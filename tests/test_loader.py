@@ -136,11 +136,11 @@ def test_too_few_tokens(monkeypatch):
 @pytest.mark.parametrize('n', [9, 10, 17, 18, 33])
 def test_val_windows_score_every_token_but_the_first_once(n):
     tokens = torch.arange(n, dtype=torch.int16)
-    scored = [t for x, y in val_batches(tokens, 8, Settings(batch_size=2), -1) for t in y[y >= 0].tolist()]
+    scored = [t for x, y in val_batches(tokens, 8, 2, -1) for t in y[y >= 0].tolist()]
     assert scored == list(range(1, n))
-    halves = [t for r in (0, 1) for _, y in val_batches(tokens, 8, Settings(batch_size=2), -1, r, 2) for t in y[y >= 0].tolist()]
+    halves = [t for r in (0, 1) for _, y in val_batches(tokens, 8, 2, -1, None, r, 2) for t in y[y >= 0].tolist()]
     assert sorted(halves) == list(range(1, n))           # two processes share the windows
-    assert list(val_batches(tokens[:5], 8, Settings(), -1, 1, 2)) == []   # and the second may have none
+    assert list(val_batches(tokens[:5], 8, 16, -1, None, 1, 2)) == []   # and the second may have none
 
 
 def test_bits_per_byte_of_a_uniform_model():
@@ -150,7 +150,7 @@ def test_bits_per_byte_of_a_uniform_model():
             return None, torch.where(y >= 0, math.log(100.0), 0.0), {}
     tokens = torch.randint(0, 100, (1001,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     lengths = torch.tensor([i % 5 + 1 for i in range(99)] + [0])
-    got = score(Uniform(), val_batches(tokens, 64, Settings(batch_size=4), -1), lengths, machine())
+    got = score(Uniform(), val_batches(tokens, 64, 4, -1), lengths, machine())
     n_bytes = lengths[tokens[1:].long()].sum().item()
     assert math.isclose(got['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
     assert math.isclose(got['loss'], math.log(100), rel_tol=1e-6) and math.isclose(got['perplexity'], 100, rel_tol=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ def test_rows_by_hand(smoke, data_dir):
     tokens = as_tensor(prepare.load_bin(data_dir / 'toy_math', 'val')[:2000], 'cpu')
     lengths = torch.ones(model.config.vocab_size, dtype=torch.long)
     rows = prune_curve.curve(model, tokens, lengths, [0.0, 0.9], 'max', 4, Machine('cpu'))
-    how = SimpleNamespace(batch_size=4, eval_tokens=None)
-    usage = count_usage(model, val_batches(tokens[:1000], 128, how, -1))        # counted on one half, scored on the other
+    usage = count_usage(model, val_batches(tokens[:1000], 128, 4, -1))        # counted on one half, scored on the other
     for row, small in zip(rows, (model, prune_experts(model, usage, 0.9)[0])):
-        x, y = (torch.cat(parts) for parts in zip(*val_batches(tokens[1000:], 128, how, -1)))
+        x, y = (torch.cat(parts) for parts in zip(*val_batches(tokens[1000:], 128, 4, -1)))
         with torch.no_grad():
             assert abs(row['loss'] - small(x, y)[1].item()) < 1e-5
         total = sum(p.numel() for p in small.parameters())

@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -338,9 +337,9 @@ def test_nothing_is_lost(limit):
             assert tokenizer.decode_bytes(ids) == text.encode() and (not text) == (not ids)
             symbols += ids + tokenizer.end
         assert whole(symbols, 259, limit) and tokenizer.decode(symbols) == ''.join(docs)
-        bin_, s = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), SimpleNamespace(batch_size=64, eval_tokens=None)
+        bin_ = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
         targets, starts = [], []
-        for x, y in val_batches(bin_, 4 * L, s, 258):
+        for x, y in val_batches(bin_, 4 * L, 64, 258):
             assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()     # windows begin where chunks do
             targets += y[y >= 0].tolist()
             starts += x[:, 0].tolist()
@@ -365,7 +364,7 @@ class Known(torch.nn.Module):
 def bits_per_byte(tokenizer, docs, log_prob, seq_len):
     symbols = tokenizer.end + [s for text in docs for s in tokenizer.encode(text) + tokenizer.end]
     batches = val_batches(as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), seq_len,
-                          SimpleNamespace(batch_size=2, eval_tokens=None), 258 if tokenizer.kind == 'chunks' else -1)
+                          2, 258 if tokenizer.kind == 'chunks' else -1)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     got = train.score(Known(log_prob), batches, lengths, Machine('cpu', 'float32'))
     return got['bits_per_byte'], symbols

@@ -1,6 +1,8 @@
 """What keeps the model files independent of each other, alike where they are alike, and short."""
 
 import ast
+import importlib
+import inspect
 import sys
 from itertools import combinations
 
@@ -26,6 +28,8 @@ def test_same_name_same_text():
     shared = [(ROOT / f'{name}.py').read_text() for name in MODELS]
     own = {'Block', 'ParallelLayer', 'Router'}           # each paper's own
     assert [name for name in drifted(shared) if name not in own] == []
+    generate = {inspect.getsource(importlib.import_module(name).Model.generate) for name in ('moep', 'papaformer', 'selfmoe')}
+    assert len(generate) == 1                            # the two others have rules of their own: no position table, chunks of bytes
 
 
 def test_model_files_stand_alone():
@@ -48,7 +52,6 @@ def test_sizes():
 
 
 def test_every_model_has_config_docs_and_protocol():
-    import importlib
     for name in MODELS:
         module = importlib.import_module(name)
         assert (ROOT / 'config' / f'{name}.py').exists() and (ROOT / 'docs' / f'{name}.md').exists()
