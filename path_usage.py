@@ -69,7 +69,7 @@ def main():
                 ids = [torch.tensor([[tokenizer.eot, *tokenizer.encode(p)]], device=machine.device) for p in prompts]
                 found.append(torch.cat([path_usage(model, i) for i in ids]).cpu())
                 for prompt, ways in zip(prompts, found[-1].tolist()):
-                    print(f"{prompt!r:52}  {' -> '.join(str(way + 1) for way in ways)}")
+                    print(f"{prompt!r:54}  {' -> '.join(str(way + 1) for way in ways)}")
     except ValueError as e:
         raise UserError(str(e)) from None
 

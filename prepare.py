@@ -69,6 +69,9 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', errors='replace')
 
+    def show(self, ids):                                 # to look at: an empty line where a document ends
+        return b''.join(b'\n\n' if i == self.eot else self.decode_bytes([i]) for i in ids).decode('utf-8', errors='replace').strip('\n')
+
 
 def ranks_blob(vocab):
     return b''.join(base64.b64encode(token) + b' %d\n' % rank for rank, token in enumerate(vocab))
@@ -170,7 +173,7 @@ def how_to_make(folder):
     if name in TOYS or base in NAMED and (more or not form):
         return 'make the data set with: python prepare.py ' + ('toy' if name in TOYS else f'{base} --name {name} {more}' if more else base)
     near = difflib.get_close_matches(name, [*TOYS, *(path.parent.name for path in folder.parent.glob('*/meta.json'))], 1, 0.8)
-    return f"did you mean '{near[0]}'?" if near else f'make the data set with: python prepare.py text --name {name} --input FILES'
+    return (f"did you mean '{near[0]}'? If not, " if near else '') + f'make the data set with: python prepare.py text --name {name} --input FILES'
 
 
 def load_meta(folder):
@@ -465,6 +468,8 @@ def build(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit
         os.remove(work / 'spool')
     for split, n in meta['splits'].items():
         print(f'{target}/{split}.bin: {n["tokens"]:,} tokens, {n["documents"]:,} documents, {n["words"]:,} words')
+        if split == 'val' and n['tokens'] < 1000:
+            print(f'note: a loss on {n["tokens"]:,} tokens says little; set aside more with --val_fraction')
 
 
 def train_tokenizer(work, spans, vocab_size, jobs):
@@ -549,14 +554,14 @@ def main(argv=None):
     parser.add_argument('what', choices=['toy', 'text', *NAMED])
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+', help='files and folders: .txt .jsonl, .gz and .xz of them')
-    parser.add_argument('--out', default='data', help='where data sets go')
+    parser.add_argument('--out', default='data', help='where data sets go (default data)')
     parser.add_argument('--vocab_size', type=int, help='train a BPE of this size, end-of-text included (default 16384)')
-    parser.add_argument('--tokenizer', help='instead: gpt2, bytes, a .tiktoken file, a tokenizer.json, data/NAME')
+    parser.add_argument('--tokenizer', help='instead: gpt2, bytes, a .tiktoken file, a tokenizer.json (GPT-NeoX), data/NAME')
     parser.add_argument('--chunks', action='store_true', help='symbol streams for the byte-level model')
-    parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk, with --chunks')
-    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'], help='end of a document; auto: end-of-text, or else blank lines, or else passages of some 16 KB')
+    parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk, with --chunks (default 12)')
+    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'], help='end of a document (default auto: end-of-text, or else blank lines, or else passages of some 16 KB)')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
-    parser.add_argument('--val_fraction', type=float, default=0.01, help='where no file is named val, valid or dev')
+    parser.add_argument('--val_fraction', type=float, default=0.01, help='where no file is named val, valid or dev (default 0.01)')
     parser.add_argument('--seed', type=int, default=1337)
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
@@ -568,7 +573,7 @@ def main(argv=None):
         return
     name, preset = args.name or (args.what if args.what in NAMED else ''), NAMED.get(args.what, [{}])[0]
     for wrong, message in [
-            (not re.fullmatch(r'\w[\w.-]*', name), f'--name {name}: a name of letters, digits, _ . - is needed'),
+            (not re.fullmatch(r'\w[\w.-]*', name), f'--name {name or "is missing"}: a name of letters, digits, _ . - is needed'),
             (args.what == 'text' and not args.input, '--input is missing: files or folders with .txt or .jsonl text'),
             (args.tokenizer and args.vocab_size, '--vocab_size trains a tokenizer, --tokenizer names one: give one'),
             (not 257 <= (args.vocab_size or 257) <= 65536, f'--vocab_size {args.vocab_size}: 257 to 65,536 are possible'),

@@ -6,7 +6,6 @@ Look at what a trained model does.
     python sample.py out/moep --prompt "Once upon a time" --routes     # the way each token took, layer by layer
 """
 
-
 import torch
 
 from errors import Parser, UserError, run_main
@@ -15,7 +14,7 @@ from prepare import load_tokenizer
 from train import load_checkpoint
 
 
-def show(tokenizer, i):
+def cell(tokenizer, i):
     """A token as it is printed in a table."""
     return '<eot>' if i == tokenizer.eot else repr(tokenizer.decode([i]))[1:-1] or '<end>'
 
@@ -24,23 +23,21 @@ def show_next(model, tokenizer, idx, n):
     """The n most probable tokens after the prompt, with their probabilities."""
     prob = model(idx)[0][0, -1].float().softmax(-1)
     for p, i in zip(*(t.tolist() for t in prob.topk(min(n, len(prob))))):
-        print(f'{p:8.4f}  {show(tokenizer, i)}')
+        print(f'{p:8.4f}  {cell(tokenizer, i)}')
 
 
 def show_routes(model, tokenizer, idx):
     """One line per token: in each layer the choices it took, the heaviest first, as choice:percent."""
     routes = {name: gate[0] for name, gate in model.routes(idx).items()}
-    if not routes:
-        raise UserError('this model has no routes: every token takes the same way')
 
     def way(gate):
         chosen = gate.nonzero().flatten().tolist()
         return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in sorted(chosen, key=lambda i: -gate[i]))
-    tokens = [show(tokenizer, i) for i in idx[0].tolist()]
+    tokens = [cell(tokenizer, i) for i in idx[0].tolist()]
     table = [['token', *routes]] + [[token, *(way(gate[t]) for gate in routes.values())] for t, token in enumerate(tokens)]
     widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
-    for row in table:
-        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for row, legend in zip(table, ['   what each token took, as choice:percent; choices count from 0', *[''] * len(tokens)]):
+        print(('  '.join(text.ljust(width) for text, width in zip(row, widths)) + legend).rstrip())
 
 
 @torch.no_grad()
@@ -72,13 +69,15 @@ def main():
         over = -(-max(0, len(ids) - limit) // slots) * slots
         show_next(model, tokenizer, prompt[:, over:], max(1, args.next))
         return
+    if args.routes and not model.routes(prompt[:, :limit]):
+        raise UserError('this model has no routes: every token takes the same way')
     torch.manual_seed(args.seed)
     for n in range(args.num):
         idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
-        print(tokenizer.decode(idx[0].tolist()))
+        print(tokenizer.show(idx[0].tolist()))
         if args.routes:
-            print()
-            show_routes(model, tokenizer, idx[:, -limit:])
+            print(f'\nthe first {limit} of {idx.size(1)} tokens, which is as far as the model sees at once:' if idx.size(1) > limit else '')
+            show_routes(model, tokenizer, idx[:, :limit])
         if n < args.num - 1:
             print('-' * 40)
 

@@ -386,7 +386,7 @@ class GateTable(list):
     """One dict per gate: layer, perplexity through the head without and with the gate's contribution, kept or not."""
 
     def __str__(self):
-        return '\n'.join(['gates     layer   without      with    change'] + [
+        return '\n'.join(['gates     layer   without      with    change   (perplexity through the head)'] + [
             f"          {r['layer']:5}{r['without']:10.4g}{r['with']:10.4g}{100 * (r['with'] / r['without'] - 1):9.2f}%"
             f"  {'kept' if r['kept'] else 'removed'}" for r in self])
 

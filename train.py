@@ -17,6 +17,7 @@ log.jsonl (one JSON object per line) and a copy of the tokenizer, so that it sta
 """
 
 import contextlib
+import difflib
 import importlib
 import inspect
 import json
@@ -151,9 +152,12 @@ def find_surgery(surgery, module):
     """A function by its name in the model's own file, or by file.name."""
     file, _, name = surgery.rpartition('.')
     try:
-        return getattr(importlib.import_module(file) if file else module, name)
+        module = importlib.import_module(file) if file else module
+        return getattr(module, name)
     except (ImportError, AttributeError):
-        raise UserError(f"there is no surgery '{surgery}': {file or module.__name__}.py has no function {name}") from None
+        near = difflib.get_close_matches(name, vars(module), 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ''
+        raise UserError(f"there is no surgery '{surgery}': {file or module.__name__}.py has no function {name}{hint}") from None
 
 
 def initial_model(s, module, model_keys, corpus):
@@ -163,7 +167,11 @@ def initial_model(s, module, model_keys, corpus):
             raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
         return module.Model(make_config(module, model_keys)), None
     ckpts = [read_checkpoint(path) for path in ([s.init_from] if isinstance(s.init_from, str) else s.init_from)]
+    operate = find_surgery(s.surgery, module) if s.surgery else None
+    home = sys.modules[operate.__module__] if operate else None          # of the surgery: a model's own file, or one for all as lora
     for ckpt in ckpts:
+        if hasattr(home, 'Model') and ckpt['model'] != home.__name__:
+            raise UserError(f"{s.surgery} rebuilds models of {home.__name__}.py, but {ckpt['folder']} holds one of {ckpt['model']}.py")
         if ckpt['model'] != s.model:
             raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, but this run trains {s.model}.py: "
                             f"add --model={ckpt['model']}")
@@ -173,7 +181,6 @@ def initial_model(s, module, model_keys, corpus):
         if len(ckpts) > 1:
             raise UserError('init_from names several runs: set the surgery that joins them')
         return freeze(build(ckpts[0], **model_keys), ckpts[0]), None
-    operate = find_surgery(s.surgery, module)
     if other := [key for key, value in model_keys.items() if any(ckpt['config'].get(key) != value for ckpt in ckpts)]:
         raise UserError(f"with a surgery the model's settings come from init_from and surgery_args; remove {', '.join(other)}")
     if s.surgery != 'lora.merge_lora' and any(ckpt.get('adapted') for ckpt in ckpts):
@@ -283,7 +290,7 @@ class Trainer:
             with self.machine.autocast():
                 aux = self.model(idx)[2]
         except ValueError as e:
-            raise UserError(f'{self.s.model}: {e}') from None
+            raise UserError(f'{self.s.model} with a seq_len of {self.data.T}: {e}') from None
         if self.s.memory:                                # cached keys keep the positions they were made with
             try:
                 with torch.no_grad(), self.machine.autocast():
@@ -454,11 +461,12 @@ class Trainer:
             start = torch.tensor([[self.corpus.tokenizer.eot]], device=self.machine.device)
             with self.machine.autocast():
                 text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
-            self.say(f'\nsample\n{self.corpus.tokenizer.decode(text).strip()}\n')
-            more = f'{self.out} --routes       # more text, and the way each token took' if self.routed else f'{self.out}                # more text'
-            self.say(f'next\n  python sample.py {more}\n'
-                     f'  python eval_blimp.py {self.out}            # how many minimal pairs it gets right\n'
-                     f'  python train.py --help                   # every setting; the log is {self.out}/log.jsonl')
+            self.say(f'\nsample\n{self.corpus.tokenizer.show(text).strip()}\n\nnext')
+            sample = (' --routes', 'more text, and the way each token took') if self.model.routes(start) else ('', 'more text')
+            hints = {f'sample.py {self.out}{sample[0]}': sample[1], f'eval_blimp.py {self.out}': 'how many minimal pairs it gets right',
+                     'train.py --help': f'every setting; the log is {self.out}/log.jsonl'}
+            for command, what in hints.items():
+                self.say(f'  python {command:{max(map(len, hints))}}   # {what}')
 
 
 def short(n):
@@ -515,10 +523,11 @@ def show_plan(model, s, corpus, data, machine, max_iters, say):
     for name in corpus.scored:
         if name not in corpus.ranges:
             say(f'data      {name}: {short(len(corpus.val[name]))} tokens, for validation only')
-    say(f'step      {s.batch_size} chunks x {data.T} tokens x {s.gradient_accumulation_steps} accumulated x {machine.world} '
-        f'process{"es" * (machine.world > 1)} = {data.rows * data.T:,} tokens')
-    say(f'plan      {max_iters:,} steps, {short(max_iters * data.rows * data.T)} tokens, '
-        f'{max_iters * data.rows / len(data.starts):.2f} epochs of {len(data.starts):,} chunks')
+    chunks, tokens = ('chunks', 'tokens') if data.align == 1 else ('windows', 'slots')       # slots of chunks of bytes
+    say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} x {s.gradient_accumulation_steps} accumulated x {machine.world} '
+        f'process{"es" * (machine.world > 1)} = {data.rows * data.T:,} {tokens}')
+    say(f'plan      {max_iters:,} steps, {short(max_iters * data.rows * data.T)} {tokens}, '
+        f'{max_iters * data.rows / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
     say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
 
 
@@ -532,6 +541,8 @@ def main():
             raise UserError(f'{s.out_dir} holds a run already: add --resume to go on with it, '
                             '--overwrite to start anew, or choose another --out_dir')
         ckpt = read_checkpoint(s.out_dir) if Path(s.out_dir, 'ckpt.pt').exists() else None
+    if s.resume and not ckpt:
+        say(f'resume    {s.out_dir} holds no checkpoint: from the beginning')
     try:
         corpus = Corpus(s, machine)
     except UserError as e:
@@ -543,7 +554,8 @@ def main():
     vocab = corpus.tokenizer.n_vocab
     size = vocab if ckpt or s.init_from else model_keys.setdefault('vocab_size', vocab)
     if size < vocab or corpus.align > 1 and size != vocab:       # symbols of bytes are counted from the end
-        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries')
+        bytewise = '; a byte-level model reads what prepare.py --chunks writes' if model_keys.get('byte_limit') and corpus.align == 1 else ''
+        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries{bytewise}')
 
     if s.max_iters == 0 and not s.init_from and sketch(module, model_keys).count_params()[0] > 1e9:
         show_plan(sketch(module, model_keys), s, corpus, None, machine, 0, say)

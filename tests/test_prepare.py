@@ -253,10 +253,12 @@ def words_corpus(n=400, seed=0):
     return [' '.join(rng.choice(['red', 'blue', 'green', 'cat', 'über', '🙂', '7']) for _ in range(rng.randrange(1, 30))) for _ in range(n)]
 
 
-def test_build_and_load(tmp_path):
+def test_build_and_load(tmp_path, capsys):
     docs = words_corpus()
     build(tmp_path / 'd', (('train', d) for d in docs), 300, val_fraction=.1)
+    assert 'note: a loss on' in capsys.readouterr().out  # some 600 tokens
     meta = load_meta(tmp_path / 'd')
+    assert meta['splits']['val']['tokens'] < 1000
     assert sorted(documents(tmp_path / 'd', 'train') + documents(tmp_path / 'd', 'val')) == sorted(docs)
     assert documents(tmp_path / 'd', 'train') != docs[:360]
     assert sorted(p.name for p in (tmp_path / 'd').iterdir()) == ['meta.json', 'tokenizer.tiktoken', 'train.bin', 'val.bin']

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from prepare import load_tokenizer
 from test_train import TINY
 
 
@@ -34,12 +35,25 @@ def test_next(run, trained):
 def test_routes(run, trained):
     text = run('sample.py', trained, '--prompt', 'The dogs', '--routes', '--max_new_tokens', 6, '--device', 'cpu').stdout
     table = text.split('\n\n')[-1].splitlines()
-    assert table[0].split() == ['token', 'shrink', 'parallel.0', 'grow'] and table[1].startswith('<eot>')
+    assert table[0].split()[:4] == ['token', 'shrink', 'parallel.0', 'grow'] and 'choice:percent' in table[0] and table[1].startswith('<eot>')
     for line in table[1:]:                               # two choices in each of three layers, which share 100%
         ways = re.findall(r'(\d):(\d+)', line)
         assert len(ways) == 6
         for (_, a), (_, b) in zip(ways[::2], ways[1::2]):
             assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
+
+
+def test_routes_of_a_long_text_begin_with_the_prompt(run, trained):
+    text = run('sample.py', trained, '--prompt', 'The dogs', '--routes', '--max_new_tokens', 60, '--device', 'cpu').stdout
+    table = text[text.index('the first 32 of 6'):].splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
+
+
+def test_documents_are_set_apart(data_dir):
+    tokenizer = load_tokenizer(data_dir / 'toy_stories')
+    end, a, b = [tokenizer.eot], tokenizer.encode('The dogs run.'), tokenizer.encode('Mia waits.')
+    assert tokenizer.show([*end, *a, *end, *b]) == 'The dogs run.\n\nMia waits.'
+    assert tokenizer.decode([*end, *a, *end, *b]) == 'The dogs run.Mia waits.'
 
 
 def test_a_prompt_inside_a_chunk_of_bytes(run, smoke):

@@ -356,7 +356,7 @@ def test_init_from_and_surgery(tiny, tmp_path, monkeypatch):
     (tmp_path / 'my_surgery.py').write_text(SURGERY)
     monkeypatch.syspath_prepend(tmp_path)                # for mistakes, which run in this process
     tiny('--max_iters=20', out='base')
-    tiny('--max_iters=20', '--seed=1', out='other')
+    assert 'other holds no checkpoint: from the beginning' in tiny('--max_iters=20', '--seed=1', '--resume', out='other').stdout
     base = tmp_path / 'base'
     rest = [a for a in TINY if a.split('=')[0][2:] not in MoEPConfig.__dataclass_fields__]
 
@@ -394,7 +394,9 @@ def test_init_from_and_surgery(tiny, tmp_path, monkeypatch):
     # mistakes
     again = start(f'--init_from={base}', '--surgery=my_surgery.widen', '--max_iters=6', '--resume', out='frozen', code=2)
     assert "started with surgery = 'my_surgery.freeze'" in again.stderr
-    for args, message in ((['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
+    for args, message in ((['--surgery=my_surgery.widn'], "no surgery 'my_surgery.widn': my_surgery.py has no function widn; did you mean 'widen'?"),
+                          (['--surgery=moduleformer.insert_experts'], 'insert_experts rebuilds models of moduleformer.py, but'),
+                          (['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
                           (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'), (['--n_embd=32'], 'do not fit'),
                           ([f'--init_from=["{base}", "{base}"]'], 'surgery'), (['--surgery=my_surgery.count'], 'does not return a model'),
                           ([f'--init_from=["{base}"]', '--surgery=my_surgery.freeze'], 'init_from is a list')):
@@ -420,7 +422,6 @@ def one_line(done):
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
     (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, triangle']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
-    (['--data=toy_storie'], ["did you mean 'toy_stories'?"]),
     (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json']),
     (['--data=simplewiki_chunks'], ['python prepare.py simplewiki --name simplewiki_chunks --chunks']),
     (['--data=toy_stories,toy_math'], ["--data=\"{'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}\""]),
@@ -433,12 +434,15 @@ def one_line(done):
     (['--aux_weights={"balance": 1.0}'], ['balance', 'block_balance']),
     (['--init_from=out/nothing_there'], ['no checkpoint']),
     (['--memory=16'], ['stream']),
-    (['--seq_len=64'], ['block_size']),
+    (['--seq_len=64'], ['a seq_len of 64', 'block_size']),
+    (['--data=toy_storys'], ["did you mean 'toy_stories'? If not, make the data set with: python prepare.py text --name toy_storys"]),
     (['--batch_size', '8'], ['--batch_size=8']),
     (['--device=tpu'], ['tpu']),
     (['--device=cuda:1'], ['cuda:1', 'CUDA_VISIBLE_DEVICES']),
     (['--init_from=config/moep.py'], ['no checkpoint config/moep.py/ckpt.pt\n']),
-    (['config/nothing.py'], ['config/nothing.py']),
+    (['config/qqqqqqq.py'], ['no config file config/qqqqqqq.py\n']),
+    (['config/meop.py'], ['did you mean config/moep.py?']),
+    (['config/paper/stlm/basline.py'], ['did you mean config/paper/stlm/baseline.py?']),
     (['learning_rate=1e-3'], ['write --learning_rate=1e-3']),
     (['moduleformer'], ['did you mean config/moduleformer.py?']),
     (['LICENSE'], ['LICENSE:1: ']),
