@@ -34,7 +34,8 @@ def read_config(path):
         tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
     except OSError:
         near = Path('config', Path(path.removeprefix('config/').removesuffix('.py') + '.py'))
-        near = [near] if near.exists() else [near.with_name(n) for n in difflib.get_close_matches(near.name, [p.name for p in near.parent.glob('*.py')], 1)]
+        like = difflib.get_close_matches(near.name, [p.name for p in near.parent.glob('*.py')], 1)
+        near = [near] if near.exists() else [near.with_name(name) for name in like]
         hint = f'write --{path.lstrip("-")}' if '=' in path else f'did you mean {near[0].as_posix()}?' if near else ''
         raise UserError(f'there is no config file {path}' + f'; {hint}' * bool(hint)) from None
     except ValueError:                                   # bytes that are no UTF-8, or null bytes

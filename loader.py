@@ -61,8 +61,8 @@ class Corpus:
 
     def calibration(self, seq_len):
         """The first batches of the val sets of `data`, for a surgery that has to look at some."""
-        return [batch for name in self.ranges
-                for batch, _ in zip(val_batches(self.val[name], seq_len, self.s.batch_size, self.pad, self.s.eval_tokens), range(self.s.surgery_batches))]
+        of = lambda name: val_batches(self.val[name], seq_len, self.s.batch_size, self.pad, self.s.eval_tokens)
+        return [batch for name in self.ranges for batch, _ in zip(of(name), range(self.s.surgery_batches))]
 
 
 class Data:

@@ -559,7 +559,8 @@ def main(argv=None):
     parser.add_argument('--tokenizer', help='instead: gpt2, bytes, a .tiktoken file, a tokenizer.json (GPT-NeoX), data/NAME')
     parser.add_argument('--chunks', action='store_true', help='symbol streams for the byte-level model')
     parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk, with --chunks (default 12)')
-    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'], help='end of a document (default auto: end-of-text, or else blank lines, or else passages of some 16 KB)')
+    parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
+                        help='what ends a document; auto (default): end-of-text, else blank lines, else some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=float, default=0.01, help='where no file is named val, valid or dev (default 0.01)')
     parser.add_argument('--seed', type=int, default=1337)

@@ -278,7 +278,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, s, machine)
         self.it, self.memory = 0, [[] for _ in range(s.gradient_accumulation_steps)]
         self.health = torch.zeros((), device=machine.device)   # becomes nan with the first loss or norm that is not finite
-        self.caught, self.routed = [], {}                # signals; what the last evaluation found
+        self.caught = []                                 # signals
         self.check_model()
         torch.manual_seed(s.seed + 1 + machine.rank)     # dropout differs between processes
 
@@ -374,8 +374,7 @@ class Trainer:
             self.say(f"step {self.it:6,}  {name}: val loss {v['loss']:.4f}, perplexity {v['perplexity']:.2f}, "
                      f"{v['bits_per_byte']:.4f} bits per byte")
         x, _ = next(val_batches(self.corpus.val[self.corpus.scored[0]], self.data.T, s.batch_size, self.corpus.pad, s.eval_tokens))
-        self.routed = route_shares(self.model, x, machine)
-        self.log(words=round(self.data.words), val=scores, routes=self.routed)
+        self.log(words=round(self.data.words), val=scores, routes=route_shares(self.model, x, machine))
 
     def wrap(self):
         """The model as it is trained: compiled where that pays, and averaged over processes."""
@@ -461,8 +460,9 @@ class Trainer:
             start = torch.tensor([[self.corpus.tokenizer.eot]], device=self.machine.device)
             with self.machine.autocast():
                 text = self.model.generate(start, self.s.sample_tokens, temperature=0.8, top_k=50)[0, 1:].tolist()
+                routed = bool(self.model.routes(start))
             self.say(f'\nsample\n{self.corpus.tokenizer.show(text).strip()}\n\nnext')
-            sample = (' --routes', 'more text, and the way each token took') if self.model.routes(start) else ('', 'more text')
+            sample = (' --routes', 'more text, and the way each token took') if routed else ('', 'more text')
             hints = {f'sample.py {self.out}{sample[0]}': sample[1], f'eval_blimp.py {self.out}': 'how many minimal pairs it gets right',
                      'train.py --help': f'every setting; the log is {self.out}/log.jsonl'}
             for command, what in hints.items():

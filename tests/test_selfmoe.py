@@ -312,7 +312,7 @@ def test_select_gates_by_rule(rule, args, kept):
         assert row['layer'] == i + 1 and [row['without'], row['with']] == pytest.approx(want, rel=1e-5)
     assert len(table) == 4 and table[2]['without'] == table[2]['with']          # a gate of zero: no rounding either
     lines = str(table).splitlines()
-    assert lines[0].split()[-4:] == ['layer', 'without', 'with', 'change']
+    assert lines[0].split()[1:6] == ['layer', 'without', 'with', 'change', '(perplexity']
     for i, line in enumerate(lines[1:], 1):
         assert line.split()[::4] == [str(i), 'kept' if i in kept else 'removed']
     removed = {1, 2, 3, 4} - {*kept}

@@ -49,6 +49,7 @@ def test_sizes():
     for name in (name for name, text in sources.items() if name in MODELS or '\nConfig, Model =' not in text):     # yours may be longer
         lines = len(sources[name].splitlines())
         assert lines <= limits.get(name, 450), f'{name}.py has {lines} lines'
+        assert max(map(len, sources[name].splitlines())) <= 150, f'{name}.py has a line that is too wide'
 
 
 def test_every_model_has_config_docs_and_protocol():

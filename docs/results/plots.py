@@ -109,7 +109,8 @@ def moduleformer_real():
     for kind, some in found.items():
         if kind.startswith('math'):
             rows = [run['prune']['rows'] for run in some.values()]
-            axes[2].plot(100 * np.mean([[row['modules'] for row in r] for r in rows], 0), np.mean([[row['loss'] for row in r] for r in rows], 0), '.-',
+            left, loss = (np.mean([[row[key] for row in r] for r in rows], 0) for key in ('modules', 'loss'))
+            axes[2].plot(100 * left, loss, '.-',
                          label=tables.KINDS['moduleformer'][kind])
     axes[2].set(title='pruned after fine-tuning on math', xlabel='% of the modules left', ylabel='loss, math')
     for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):

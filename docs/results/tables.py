@@ -174,7 +174,8 @@ def papaformer_time():
         yield f"{KINDS['papaformer'][f'both-{kind}']} | {cell(kind, 'cpu', None)} | {cell(kind, 'gpu', None)} | {paper}"
     for kind in ('share', 'gumbel1', 'gumbel2'):
         name = KINDS['papaformer'][f'both-{kind}']
-        for how, stage_1, paper in (('paths one after the other', lambda *times: sum(times), '9.35 (75%)'), ('paths at once, each on its own', max, '7.85 (63%)')):
+        for how, stage_1, paper in (('paths one after the other', lambda *times: sum(times), '9.35 (75%)'),
+                                    ('paths at once, each on its own', max, '7.85 (63%)')):
             yield f"{name}, {how} | {cell(kind, 'cpu', stage_1)} | {cell(kind, 'gpu', stage_1)} | {paper}"
         yield f"{name}, paths at once on the same GPU | | {cell(kind, 'gpu', together)} | "
 
@@ -183,7 +184,8 @@ def papaformer():
     found = json.loads((HERE / 'papaformer.json').read_text())['real']
     yield 'run | steps | stories, val loss | math, val loss | prompts whose path fits their domain'
     for name, seeds in found.items():
-        last = [[seed['loss'][data][-1] if data in seed['loss'] else None for seed in seeds.values()] for data in ('tinystories_neox', 'openmath_neox')]
+        last = [[seed['loss'][data][-1] if data in seed['loss'] else None for seed in seeds.values()]
+                for data in ('tinystories_neox', 'openmath_neox')]
         fits = spread([100 * seed['usage']['accuracy'] for seed in seeds.values()], 0) + '%' if 'usage' in next(iter(seeds.values())) else ''
         yield f"{name} | {next(iter(seeds.values()))['steps'][-1]:,} | {spread(last[0], 3)} | {spread(last[1], 3)} | {fits}"
 
@@ -194,7 +196,8 @@ def moduleformer_base():
         if kind.startswith('base'):
             some = list(some.values())
             fit = [statistics.mean(step['loss'] for step in run['steps'] if step['iter'] > run['steps'][-1]['iter'] - 300) for run in some]
-            yield (f"{KINDS['moduleformer'][kind]} | {some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M | {len(some)} | {val(some, 'babylm')} | "
+            size = f"{some[0]['parameters'] / 1e6:.1f}M, {some[0]['active'] / 1e6:.1f}M"
+            yield (f"{KINDS['moduleformer'][kind]} | {size} | {len(some)} | {val(some, 'babylm')} | "
                    f"{val(some, 'babylm', 'bits_per_byte')} | {full_blimp(some)} | {spread(fit, 2)}")
 
 
@@ -285,9 +288,10 @@ def fill(text):
 
 
 if __name__ == '__main__':
-    stale = [path for path in [HERE.parents[1] / 'README.md', *sorted(HERE.parent.glob('*.md'))] if fill(path.read_text(encoding='utf-8')) != path.read_text(encoding='utf-8')]
+    texts = {path: path.read_text(encoding='utf-8') for path in [HERE.parents[1] / 'README.md', *sorted(HERE.parent.glob('*.md'))]}
+    stale = [path for path, text in texts.items() if fill(text) != text]
     for path in stale:
         if '--check' not in sys.argv:
-            path.write_text(fill(path.read_text(encoding='utf-8')), encoding='utf-8')
+            path.write_text(fill(texts[path]), encoding='utf-8')
         print(path.name, 'differs from docs/results' if '--check' in sys.argv else 'rebuilt')
     sys.exit('--check' in sys.argv and bool(stale))
