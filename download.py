@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import re
 import shutil
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -67,7 +68,9 @@ def download(url, path, size=None, checksum=None, tries=6, pause=1.0):
                 raise UserError(f'{url}: {reason}; get the data elsewhere and give it with --input')
         except (OSError, http.client.HTTPException) as error:
             reason = error
-        time.sleep(pause * 2 ** attempt)
+        if attempt < tries - 1:
+            print(f'{path.name}: {reason}; trying again in {pause * 2 ** attempt:g} s', file=sys.stderr)
+            time.sleep(pause * 2 ** attempt)
     else:
         raise UserError(f'{url}: {reason}, after {tries} tries; run the command again to go on, or give --input')
     found, (kind, _, digest) = part.stat().st_size, (checksum or '').partition(':')
