@@ -153,9 +153,11 @@ def find_surgery(surgery, module):
     file, _, name = surgery.rpartition('.')
     try:
         module = importlib.import_module(file) if file else module
-        return getattr(module, name)
+        if inspect.isfunction(getattr(module, name)):
+            return getattr(module, name)
+        raise AttributeError
     except (ImportError, AttributeError):
-        near = difflib.get_close_matches(name, vars(module), 1)
+        near = difflib.get_close_matches(name, vars(module), 1) if not file or file == module.__name__ else []
         hint = f"; did you mean '{near[0]}'?" if near else ''
         raise UserError(f"there is no surgery '{surgery}': {file or module.__name__}.py has no function {name}{hint}") from None
 
@@ -168,9 +170,10 @@ def initial_model(s, module, model_keys, corpus):
         return module.Model(make_config(module, model_keys)), None
     ckpts = [read_checkpoint(path) for path in ([s.init_from] if isinstance(s.init_from, str) else s.init_from)]
     operate = find_surgery(s.surgery, module) if s.surgery else None
-    home = sys.modules[operate.__module__] if operate else None          # of the surgery: a model's own file, or one for all as lora
+    home = inspect.getmodule(operate)                    # the surgery's file: a model's own, or one for all, as lora
+    own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
     for ckpt in ckpts:
-        if hasattr(home, 'Model') and ckpt['model'] != home.__name__:
+        if own and ckpt['model'] != home.__name__:
             raise UserError(f"{s.surgery} rebuilds models of {home.__name__}.py, but {ckpt['folder']} holds one of {ckpt['model']}.py")
         if ckpt['model'] != s.model:
             raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, but this run trains {s.model}.py: "
@@ -404,7 +407,7 @@ class Trainer:
             self.model.set_dropout(0.0)                  # before it is compiled; from now on only a tensor changes
         model = self.wrap()
         step = Replay(lambda starts: train_step(model, self.optimizer, data, starts, self.memory, s, machine), machine,
-                      s.graph and not s.memory)    # a memory's tensors are new ones at every step
+                      s.graph and not s.memory)         # a memory's tensors are new ones at every step
         for number in (signal.SIGINT, signal.SIGTERM):   # the first asks for a checkpoint, the second ends at once
             signal.signal(number, lambda n, _: (self.caught.append(n), signal.signal(n, signal.SIG_DFL)))
         pending = [w for w in sorted(s.checkpoint_words) if w > data.words]

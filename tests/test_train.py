@@ -396,7 +396,8 @@ def test_init_from_and_surgery(tiny, tmp_path, monkeypatch):
     assert "started with surgery = 'my_surgery.freeze'" in again.stderr
     for args, message in ((['--surgery=my_surgery.widn'], "no surgery 'my_surgery.widn': my_surgery.py has no function widn; did you mean 'widen'?"),
                           (['--surgery=moduleformer.insert_experts'], 'insert_experts rebuilds models of moduleformer.py, but'),
-                          (['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
+                          (['--surgery=my_surgery.nothing'], 'no surgery'), (['--surgery=math.pi'], 'math.py has no function pi'),
+                          (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
                           (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'), (['--n_embd=32'], 'do not fit'),
                           ([f'--init_from=["{base}", "{base}"]'], 'surgery'), (['--surgery=my_surgery.count'], 'does not return a model'),
                           ([f'--init_from=["{base}"]', '--surgery=my_surgery.freeze'], 'init_from is a list')):
