@@ -10,8 +10,6 @@ but the last. A choice is right if it is the path that was trained on the prompt
 path 1, the second to path 2, and so on; the mix counts as wrong.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
