@@ -258,8 +258,9 @@ def stlm():
 def again():
     """Runs repeated from their printed command, at the last step that both have evaluated."""
     yield 'command | step | val loss | again | difference | BLiMP | again'
-    for folder, kind, data in (('papaformer', 'stories-llama192', 'tinystories'), ('moep', 'printed', 'babylm'), ('stlm', 'baseline', 'simplewiki')):
-        both = [runs(folder)[kind][42], json.loads((HERE / 'again' / f'{kind}_42.json').read_text())]
+    for folder, kind, seed, data in (('papaformer', 'stories-llama192', 42, 'tinystories'), ('moep', 'printed', 42, 'babylm'),
+                                     ('stlm', 'baseline', 42, 'simplewiki'), ('moduleformer', 'base-dense', 1, 'babylm')):
+        both = [runs(folder)[kind][seed], json.loads((HERE / 'again' / f'{kind}_{seed}.json').read_text())]
         losses = [{e['iter']: e['val'][data]['loss'] for e in run['evaluations']} for run in both]
         step = max(losses[0].keys() & losses[1].keys())
         first, second = losses[0][step], losses[1][step]
