@@ -78,8 +78,10 @@ def test_a_run_from_start_to_end(tiny, tmp_path):
 
 
 def test_what_is_recommended(tiny):
-    assert '--routes' in tiny('--max_iters=1', out='a').stdout
-    assert '--routes' not in tiny('--max_iters=1', '--n_parallel=0', out='b').stdout
+    routed = tiny('--max_iters=1', out='a').stdout
+    assert '--routes' in routed and 'python eval_blimp.py' in routed
+    plain = tiny('--max_iters=1', '--n_parallel=0', '--data=toy_math', out='b').stdout
+    assert '--routes' not in plain and 'python exact_answer.py' in plain and 'eval_blimp' not in plain
 
 
 def test_help_names_every_setting(run):
