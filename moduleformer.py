@@ -16,9 +16,9 @@ it use fewer.
 
 What to look at first: `stick_weights`, where Eq. 3 and 4 are three lines, and `Router`, which chooses and holds all losses.
 
-Measured: trained on 128 tokens, it has 1.071 nats per token at positions up to 512, where rotary positions have 3.2 (toy stories, three
+Measured: trained on 128 tokens, it has 1.071 nats per token at positions 448 to 511, where rotary positions have 3.2 (toy stories, three
 seeds: docs/moduleformer.md). On one H200, 104M parameters, 22M active, 40M words, three seeds: 3.436 nats per token and BLiMP 69.3, a dense
-model with as many active 3.385 and 66.4 (docs/results.md); 0.83M training tokens/s at batch 32 x 512 (docs/speed.md).
+model with as many active 3.385 and 66.6 (docs/results.md); 0.83M training tokens/s at batch 32 x 512 (docs/speed.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 3 prints no scale; z is divided by sqrt(d_head), as usual. A module's width may be split into heads.

@@ -16,7 +16,8 @@ two ways to make it smaller:
 What to look at first: `STLM.encode`, `STLM.core` and `STLM.spell`, which together are the byte-level model.
 
 Measured on one H200: two epochs of 39 MB of Simple English Wikipedia, three seeds: 1.517 bits per byte, 1.586 with half the parameters
-(`share='all'`), 1.978 byte-level: docs/results.md. The baseline trains 0.89M tokens/s, 46% of the GPU's matrix rate: docs/speed.md.
+(`share='all'`), 1.978 byte-level with the causal decoder: docs/results.md. The baseline trains 0.89M tokens/s at batch 64 x 512, 46% of
+the GPU's matrix rate: docs/speed.md.
 
 To the outside a byte-level model is a model of symbols: the bytes, then end-of-chunk, end-of-text and padding (the last
 three of the vocabulary). Every chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding; end-of-text is a
