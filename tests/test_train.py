@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -111,12 +112,42 @@ def test_every_config_trains(smokes, config):
     assert len(losses(folder)) == 2 if folder else 'molm' in config
 
 
-def test_the_schedule_reaches_the_weights(tiny, tmp_path):
-    """A warm-up of a billion steps: the rate is next to nothing, and the weights do not move."""
-    for n in (1, 3):
-        tiny(f'--max_iters={n}', '--warmup_iters=1000000000', '--learning_rate=1.0', '--grad_clip=1.0', out=f'run{n}')
-    a, b = (weights(tmp_path / f'run{n}') for n in (1, 3))
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
+def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
+    """Micro-batches, auxiliary losses, clipping, AdamW with decay for matrices, warm-up and cosine, dropout: by hand, step by step."""
+    tiny('--max_iters=8', '--gradient_accumulation_steps=2', '--warmup_iters=3', '--warmup_lr=1e-3', '--learning_rate=2e-2', '--min_lr=4e-3',
+         '--beta1=0.8', '--beta2=0.9', '--eps=1e-4', '--weight_decay=0.3', '--grad_clip=0.5', '--eval_interval=3', '--seed=7',
+         '--aux_weights=dict(block_balance=0.5, expert_balance=0.2)', '--n_block=4', '--n_expert=4', '--top_k=2')
+    rates = [1e-3 + 19e-3 * (i + 1) / 4 for i in range(3)] + [4e-3 + 8e-3 * (1 + math.cos(math.pi * i / 5)) for i in range(5)]
+    text = torch.from_numpy(np.fromfile(data_dir / 'toy_stories' / 'train.bin', np.uint16).astype(np.int64))
+    corpus = train.Corpus(settings.Settings(data='toy_stories', data_dir=str(data_dir)), train.Machine('cpu'))
+    order = train.Data(settings.Settings(seed=7), corpus, 32, train.Machine('cpu')).order(0)
+    torch.manual_seed(7)
+    model = MoEP(MoEPConfig(**torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['config']))
+    torch.manual_seed(8)
+    named = dict(model.named_parameters())
+    first, second = ({n: torch.zeros_like(p) for n, p in named.items()} for _ in range(2))
+    log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
+    for step, (lr, told) in enumerate(zip(rates, log, strict=True), 1):
+        total = {n: torch.zeros_like(p) for n, p in named.items()}
+        losses = []
+        for half in order[4 * step - 4:4 * step].reshape(2, 2):
+            x, y = (torch.stack([text[s + shift:s + shift + 32] for s in half]) for shift in (0, 1))
+            _, loss, aux = model(x, y)
+            losses.append(loss.item())
+            for n, g in zip(named, torch.autograd.grad(loss + 0.5 * aux['block_balance'] + 0.2 * aux['expert_balance'], named.values())):
+                total[n] += g / 2
+        norm = torch.stack([g.square().sum() for g in total.values()]).sum().sqrt()
+        assert (told['lr'], told['loss'], told['grad_norm']) == pytest.approx((lr, sum(losses) / 2, norm.item()), rel=1e-4)
+        with torch.no_grad():
+            for n, p in named.items():
+                g = total[n] * min(1.0, 0.5 / norm.item())
+                first[n] = 0.8 * first[n] + 0.2 * g
+                second[n] = 0.9 * second[n] + 0.1 * g * g
+                p *= 1 - lr * 0.3 * (p.dim() >= 2 and not n.endswith(('gain', 'bias')))
+                p -= lr * (first[n] / (1 - 0.8 ** step)) / ((second[n] / (1 - 0.9 ** step)).sqrt() + 1e-4)
+    assert norm > 0.5                                    # it was clipped
+    for n, w in weights(tmp_path / 'run').items():
+        assert (w - model.state_dict()[n]).abs().max() < 1e-4, n
 
 
 def test_memory_ends_with_the_epoch(data_dir, tmp_path, tiny):
@@ -131,13 +162,6 @@ def test_memory_ends_with_the_epoch(data_dir, tmp_path, tiny):
     assert len(data.starts) == s.batch_size
     for step in (1, 2):
         assert abs(losses(tmp_path / 'run')[step] - model(*data.batch(data.take(s.batch_size)))[1].item()) < 1e-5
-
-
-def test_auxiliary_weights_enter_the_gradient(data_dir, tmp_path, tiny):
-    tiny('--max_iters=3', '--dropout=0.0', out='plain')
-    tiny('--max_iters=3', '--dropout=0.0', '--aux_weights=dict(block_balance=10.0)', out='weighted')
-    a, b = losses(tmp_path / 'plain'), losses(tmp_path / 'weighted')
-    assert a[1] == b[1] and a[3] != b[3]                 # the logged loss is the cross-entropy alone
 
 
 def test_an_auxiliary_value_without_gradient_is_told(run, data_dir, tmp_path):
@@ -180,18 +204,29 @@ def test_dropout_schedules(run, data_dir, tmp_path):
     assert losses(tmp_path / 'half') == losses(tmp_path / 'whole')
 
 
+def test_a_scheduled_rate_reaches_the_model(tiny, tmp_path):
+    """Late, from half of the run on: until then it is the run without dropout."""
+    model = ['--model=stlm', '--block_size=32', '--n_layer=2', '--n_head=2', '--n_kv_head=2', '--n_embd=16', *TINY[12:]]
+    tiny('--max_iters=4', '--dropout=0.5', '--dropout_schedule=late', '--dropout_phase=0.5', keys=model, out='late')
+    tiny('--max_iters=4', '--dropout=0.0', keys=model, out='never')
+    late, never = losses(tmp_path / 'late'), losses(tmp_path / 'never')
+    assert [late[step] == never[step] for step in (1, 2, 3, 4)] == [True, True, False, False]
+
+
 def test_checkpoints_by_words(tiny, tmp_path):
     tiny('--max_iters=12', '--checkpoint_words=[100, 200, 1e3]')
     kept = sorted(p.name for p in (tmp_path / 'run').glob('ckpt_*'))
     assert kept == ['ckpt_100.pt', 'ckpt_200.pt']
     words = [train.load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept]
     assert 100 <= words[0] < 200 <= words[1] < 300
+    tiny('--max_iters=14', '--checkpoint_words=[100, 200, 1e3]', '--resume')   # those of before stay what they are
+    assert [train.load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept] == words
 
 
 def test_segment_memory_extends_the_context(data_dir, tmp_path, tiny):
     """Steps over one stream with memory: from the second on, a loss is that of the second half of a context twice as long (one layer:
     keys and values are those of the tokens alone)."""
-    args = ['--stream', '--seq_len=16', '--memory=16', '--batch_size=2', '--learning_rate=1e-9']
+    args = ['--stream', '--seq_len=16', '--memory=16', '--batch_size=1', '--gradient_accumulation_steps=2', '--learning_rate=1e-9']
     tiny('--max_iters=4', *args, keys=ENDLESS)
     s, module, keys = settings.read_settings([*ENDLESS, *args, f'--data_dir={data_dir}'])
     machine = train.Machine(s.device)
@@ -204,6 +239,12 @@ def test_segment_memory_extends_the_context(data_dir, tmp_path, tiny):
         assert abs(losses(tmp_path / 'run')[step] - want.item()) < 1e-5
         assert abs(model(x, y)[1].item() - want.item()) > 1e-5     # without the memory it is another number
         before = x
+
+
+def test_memory_is_no_longer_than_asked():
+    k, v = torch.arange(12.0).view(1, 2, 6, 1).requires_grad_(), torch.ones(1, 2, 6, 1)
+    (key, value), = train.trim([(k * 1, v)], 4)
+    assert torch.equal(key, k[:, :, 2:]) and value.shape == (1, 2, 4, 1) and not key.requires_grad
 
 
 @pytest.mark.parametrize('config', ['moep', 'gpt2', 'papaformer', 'llama', 'selfmoe', 'stlm'])
@@ -280,6 +321,13 @@ def test_loss_that_is_not_finite(tiny, tmp_path):
     assert all(w.isfinite().all() for w in weights(tmp_path / 'run').values())
 
 
+def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
+    """Also where every loss is."""
+    step = train.train_step
+    monkeypatch.setattr(train, 'train_step', lambda *args: (step(*args)[0], torch.tensor(math.inf)))
+    assert 'the loss or its gradient is not finite at step 1' in tiny('--max_iters=3', code=2).stderr
+
+
 def test_finished_runs_are_not_lost(tiny, tmp_path):
     tiny('--max_iters=3')
     before = weights(tmp_path / 'run')
@@ -319,9 +367,10 @@ def test_two_processes_equal_one(tiny, data_dir, tmp_path):
     assert abs(one[22] - two[22]) < 1e-4                 # every process went on where it was
     done = subprocess.run([*command, '--max_iters=23', '--resume', f'--out_dir={tmp_path / "one"}'], capture_output=True, text=True,
                           env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    ranks = torch.load(tmp_path / 'one' / 'ckpt.pt', weights_only=True)['ranks']
-    assert done.returncode == 0 and len(ranks) == 2      # one more than before, with random numbers of its own
-    assert not torch.equal(*(rank['random']['cpu'] for rank in ranks))
+    for folder in ('two', 'one'):                        # in the second, one process more than before
+        ranks = torch.load(tmp_path / folder / 'ckpt.pt', weights_only=True)['ranks']
+        assert done.returncode == 0 and len(ranks) == 2  # each with random numbers of its own
+        assert not torch.equal(*(rank['random']['cpu'] for rank in ranks))
 
 
 # ------------------------------------------------------------------------------------------------ starting from other runs
@@ -623,3 +672,5 @@ def test_learning_rate():
     assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
     s.schedule = 'constant'
     assert train.learning_rate(109, s, 109) == 1.0
+    s.warmup_lr = 0.5
+    assert [train.learning_rate(i, s, 109) for i in (0, 8)] == pytest.approx([0.55, 0.95])
