@@ -84,6 +84,28 @@ def test_mixture_passes_and_no_chunk_across_sets(monkeypatch):
     a, b = d.sets
     in_b = np.sort(d.order(0)[d.order(0) >= b[0]])
     assert len(np.unique(in_b % 8)) > 1                  # the passes over b are cut differently
+    for quarter in x[:, 0].chunk(4):                     # and the sets come mixed
+        assert 0 < (quarter == 0).float().mean() < 0.4
+
+
+def test_words_are_counted_by_set(monkeypatch):
+    monkeypatch.setattr('prepare.load_bin', lambda tokens, split: np.asarray(tokens, dtype=np.uint16))
+    c = corpus(dict(a=np.zeros(400), b=np.ones(800)))
+    c.metas['b']['splits']['train']['words'] = 80        # 0.1 per token, where a has 0.5
+    d = Data(Settings(), c, 8, machine())
+    starts = d.order(0)
+    in_b = d.batch(starts)[0][:, 0] == 1
+    assert np.allclose(d.words_in(starts), np.where(in_b, 0.8, 4.0))
+    d.take(len(starts))
+    assert math.isclose(d.words, 0.8 * in_b.sum() + 4.0 * (~in_b).sum(), rel_tol=1e-6)
+
+
+def test_chunks_of_some_epochs(monkeypatch):
+    """Epochs are cut at other offsets and need not be equally long; of the last, its part."""
+    d = data(monkeypatch, dict(a=np.arange(83)), T=8)
+    lengths = [len(d.order(epoch)) for epoch in range(8)]
+    assert len(set(lengths)) == 2
+    assert [d.count_chunks(n) for n in (1.0, 3.0, 7.5)] == [lengths[0], sum(lengths[:3]), sum(lengths) - round(lengths[7] / 2)]
 
 
 def test_ranges_are_complementary_and_end_with_documents(monkeypatch):
@@ -126,6 +148,14 @@ def test_byte_chunks_are_aligned_and_padding_is_no_target(monkeypatch):
         Data(Settings(), c, 10, machine())
 
 
+def test_ranges_of_byte_chunks_end_after_the_chunk_of_end_of_text(monkeypatch):
+    tokens = np.tile([1, 2, 256, 258, EOT, 258, 258, 258], 50)
+    monkeypatch.setattr('prepare.load_bin', lambda tokens, split: np.asarray(tokens, dtype=np.uint16))
+    c = corpus(dict(a=tokens), a=(0.0, 0.51, 1.0))
+    c.align, c.pad = 4, 258
+    assert np.array_equal(Data(Settings(), c, 8, machine()).tokens, tokens[:208])
+
+
 def test_too_few_tokens(monkeypatch):
     with pytest.raises(UserError, match='too few'):
         data(monkeypatch, dict(a=np.arange(12)))
@@ -141,6 +171,8 @@ def test_val_windows_score_every_token_but_the_first_once(n):
     halves = [t for r in (0, 1) for _, y in val_batches(tokens, 8, 2, -1, None, r, 2) for t in y[y >= 0].tolist()]
     assert sorted(halves) == list(range(1, n))           # two processes share the windows
     assert list(val_batches(tokens[:5], 8, 16, -1, None, 1, 2)) == []   # and the second may have none
+    few = [t for _, y in val_batches(tokens, 8, 2, -1, 17) for t in y[y >= 0].tolist()]
+    assert few == list(range(1, min(n, 17)))             # whole windows of 17 tokens: two
 
 
 def test_bits_per_byte_of_a_uniform_model():
