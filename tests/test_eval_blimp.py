@@ -318,6 +318,23 @@ def test_one_checkpoint(call, runs, tmp_path):
     assert 'human' not in plain and 'wh_island' not in plain                 # not BLiMP; no --paradigms
 
 
+def test_mode_subset_and_groups_reach_the_file(call, runs, tmp_path):
+    areas = dict(p='syntax', q='syntax', r='semantics')
+    rows = {name: [dict(sentence_good=g, sentence_bad=b, UID=name, field=area, linguistics_term=f'of {name}') for g, b in random_pairs(9, i)]
+            for i, (name, area) in enumerate(areas.items())}
+    data = write_pairs(tmp_path / 'd', rows)
+    (data / 'blimp_fast_pair_ids.json').write_text(json.dumps({name: [1, 4, 5, 6, 8] for name in areas}))
+    call(runs / 'moep', '--data', data, '--mode', 'babylm2025', '--subset', 'fast', '--json', tmp_path / 'x.json')
+    run, = json.loads((tmp_path / 'x.json').read_text())['runs']
+    right = {name: run['paradigms'][name]['accuracy'] for name in areas}
+    for name in areas:
+        found, kept = run['paradigms'][name], [rows[name][i] for i in (1, 4, 5, 6, 8)]
+        for side in ('good', 'bad'):
+            assert found[side] == pytest.approx([one_by_one(tiny_moep('moep', 20), r[f'sentence_{side}'], 'babylm2025') for r in kept], abs=1e-4)
+    assert run['fields'] == pytest.approx(dict(semantics=right['r'], syntax=(right['p'] + right['q']) / 2))
+    assert run['phenomena'] == pytest.approx({f'of {name}': right[name] for name in areas}) and len(set(right.values())) > 1
+
+
 def test_the_byte_level_tokenizer_gives_whole_chunks(tmp_path):
     (tmp_path / 'text.txt').write_text('The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n')
     prepare.main(['text', '--name', 'set', '--input', str(tmp_path / 'text.txt'), '--tokenizer', 'bytes', '--chunks',

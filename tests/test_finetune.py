@@ -15,6 +15,7 @@ import finetune
 import prepare
 import toy
 from finetune import METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples, shorten
+from lora import add_lora
 from machine import Machine
 from moep import MoEP, MoEPConfig
 from test_lora import make, stir
@@ -243,14 +244,31 @@ def test_seed_fixes_everything_and_the_base_stays():
         args.full = full
         a, b, c = (finetune.fit(model, TASKS['rte'], data, data, seed, args, Machine('cpu'), bar) for seed in (3, 3, 4))
         assert a['history'] == b['history'] and a['history'] != c['history']
+        trained = model if full else add_lora(copy.deepcopy(model), rank=2)
+        assert a['trained'] == sum(p.numel() for p in trained.parameters() if p.requires_grad) + 2 * 16 + 2
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items()) and not hasattr(model, 'adapted')
 
 
-def test_steps_by_hand(monkeypatch):
+def test_numbers_reach_the_examples(run, tiny, data_dir, tmp_path, monkeypatch):
+    """--num counts training examples alone, --length cuts all; adapters that the run has are merged before others are added."""
+    run('train.py', '--model=moep', f'--init_from={tiny}', '--surgery=lora.add_lora', '--max_iters=0', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/lora')
+    seen = []
+    monkeypatch.setattr(finetune, 'fit', lambda *args: seen.append(args) or dict(scores=dict(accuracy=1.0), best_epoch=1, seconds=1.0))
+    monkeypatch.setattr('sys.argv', ['finetune.py', f'{tmp_path}/lora', f'--data={data_dir}/toy_glue', '--num=7', '--length=9', '--seeds=1'])
+    finetune.main()
+    (base, _, train, valid, *_), = seen
+    rows = sum(1 for _ in open(data_dir / 'toy_glue' / 'toy.valid.jsonl'))
+    assert (len(train.lengths), len(valid.lengths), max(*train.lengths, *valid.lengths)) == (7, rows, 9) and rows > 7
+    assert not hasattr(base, 'adapted')
+
+
+@pytest.mark.parametrize('task', ['rte', 'stsb'])
+def test_steps_by_hand(monkeypatch, task):
     """Fresh gradients, clipped, at a rate that falls: two epochs of two batches against a loop written out."""
     torch.manual_seed(0)
     base = MoEP(MoEPConfig(vocab_size=257, block_size=8, n_layer=1, n_head=2, n_embd=16, n_parallel=0, dropout=0.0))
-    data = finetune.Examples([['a'], ['bc'], ['d'], ['efg']], [0, 1, 1, 0], prepare.choose_tokenizer('bytes'), 8, torch.device('cpu'))
+    labels = [0, 1, 1, 0] if task == 'rte' else [0.5, 4.0, 2.5, 5.0]
+    data = finetune.Examples([['a'], ['bc'], ['d'], ['efg']], labels, prepare.choose_tokenizer('bytes'), 8, torch.device('cpu'))
     found, modes, make = [], [], finetune.Classifier
 
     def classifier(*args):
@@ -258,13 +276,13 @@ def test_steps_by_hand(monkeypatch):
         found[0].register_forward_pre_hook(lambda module, _: modes.append(module.training and module.model.training))
         return found[0]
     monkeypatch.setattr(finetune, 'Classifier', classifier)
-    monkeypatch.setattr(finetune, 'score', lambda *_: {'accuracy': 50})
+    monkeypatch.setattr(finetune, 'score', lambda *_: {TASKS[task].metrics[0]: 50})
     args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=2, patience=9, batch_size=2)
     bar = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
-    finetune.fit(base.eval(), finetune.TASKS['rte'], data, data, 3, args, Machine('cpu'), bar)
+    finetune.fit(base.eval(), TASKS[task], data, data, 3, args, Machine('cpu'), bar)
     assert modes == [True, True, False] * 2              # two batches, then the validation
     torch.manual_seed(3)
-    mine, it, norms = make(copy.deepcopy(base), 2), 0, []
+    mine, it, norms = make(copy.deepcopy(base), 2 if task == 'rte' else 1), 0, []
     decayed = [p for n, p in mine.named_parameters() if p.dim() > 1]
     optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=[p for p in mine.parameters() if p.dim() < 2], weight_decay=0.0)],
                                   lr=1.0, betas=(finetune.Settings().beta1, 0.999), eps=finetune.Settings().eps)
@@ -272,7 +290,8 @@ def test_steps_by_hand(monkeypatch):
         for rows, ids, last in data.batches(data.shuffled(3, epoch, 2), 2):
             for group in optimizer.param_groups:
                 group['lr'] = 1e-2 * (1 - it / 4)
-            loss = F.cross_entropy(mine(ids, last), data.labels[rows])
+            out, y = mine(ids, last), data.labels[rows]
+            loss = F.cross_entropy(out, y) if task == 'rte' else (out[:, 0] - y).square().mean()
             grads = torch.autograd.grad(loss, list(mine.parameters()), allow_unused=True)
             norms.append(torch.stack([g.norm() for g in grads if g is not None]).norm())
             for p, g in zip(mine.parameters(), grads):
