@@ -205,6 +205,8 @@ def test_state_dict_copies_and_precision():
     assert cast(ids)[0].dtype == torch.float32
     with torch.autocast('cpu', torch.bfloat16):                                 # nothing changes at first there either
         assert torch.equal(add_lora(make('moep'))(ids)[0], make('moep')(ids)[0])
+        trained = stir(add_lora(make('moep')))           # and the change is made in the weight's precision
+        assert torch.equal(trained(ids)[0], merge_lora(copy.deepcopy(trained))(ids)[0])
 
 
 def test_compiled():

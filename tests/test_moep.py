@@ -397,6 +397,8 @@ def test_initialisation(swiglu):
     assert abs(std['wte.weight'] - 0.02) < 1e-3 and abs(std['parallel.3.qkv'] - 0.02) < 1e-3
     for name in ('first.0.proj.weight', 'last.0.down.weight', 'parallel.0.proj', 'parallel.0.down'):
         assert abs(std[name] - 0.02 / math.sqrt(2 * 6)) < 1e-3, name
+    down = 0.02 * math.sqrt(2) / 0.6 / math.sqrt(512) if swiglu else 1 / math.sqrt(384)
+    assert abs(std['shrink.down'] / down - 1) < 0.02
     assert all(p.abs().max() == 0 for n, p in model.named_parameters() if n.endswith('bias'))
     sizes = []                                           # shrink and grow carry the stream, and keep its size
     for moe in (model.shrink, model.grow):

@@ -390,6 +390,9 @@ def test_path_usage_of_share(widths):
                 b.down.weight.mul_(1 if i == chosen else 30)
     assert path_usage(model, tokens(5, 6)).tolist() == [[0, k - 1]] * 5
     assert not any(m._forward_hooks for m in model.modules())
+    model, idx = make(n_parallel=3, path_embd=widths, path_head=[1] * k, path_ffn_hidden=None).eval(), tokens(5, 6)
+    by_length = torch.stack([path_usage(model, idx[:, :t]) for t in range(1, 7)])
+    assert (by_length != by_length[0]).any()             # the last token's, not the first one's
     for changes in (DENSE, DENSE | G1, dict(n_parallel=1)):
         with pytest.raises(ValueError, match='parallel layers'):
             path_usage(make(**changes), tokens())
@@ -446,6 +449,9 @@ def test_initialisation():
             assert abs(std[name] - 0.02) < 1e-3, name
         for name in ('first.0.proj.weight', 'last.0.down.weight', 'parallel.0.blocks.1.proj.weight'):
             assert abs(std[name] - 0.02 / math.sqrt(2 * 5)) < 1e-3, name
+        for name, p in model.named_parameters():
+            if '.maps.' in name or '.combine.' in name:
+                assert abs(std[name] * math.sqrt(p.size(1)) - 1) < 0.05, name
         assert all((p == 1).all() for n, p in model.named_parameters() if 'norm' in n)
         sizes = []                                       # the stream keeps its size from the embedding to the end
         model.last[0].register_forward_hook(lambda m, args, out: sizes.append(args[0].std().item()))

@@ -100,6 +100,7 @@ def test_bpe_does_not_depend_on_order_and_stops():
     assert vocab == prepare.train_bpe(backwards, 10000)
     assert 256 < len(vocab) < 9999 and len(set(vocab)) == len(vocab)
     assert prepare.train_bpe({}, 500) == [bytes([b]) for b in range(256)]
+    assert prepare.train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']     # what is seen once is not merged
 
 
 def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
@@ -218,6 +219,9 @@ def test_bytes_and_hashes():
     hashes = [tokenizer.hash, prepare.rank_tokenizer(blob).hash, prepare.neox_tokenizer(fake_neox()[0]).hash,
               prepare.chunk_tokenizer(tokenizer, 4).hash, prepare.chunk_tokenizer(tokenizer, 5).hash]
     assert len(set(hashes)) == 5
+    spec = json.loads(fake_neox([('a', 'b'), ('b', 'c')])[0])
+    spec['model']['merges'].reverse()                    # the same tokens, but other ones for 'abc'
+    assert prepare.neox_tokenizer(json.dumps(spec).encode()).hash != prepare.neox_tokenizer(fake_neox([('a', 'b'), ('b', 'c')])[0]).hash
 
 
 @pytest.mark.parametrize('limit', [1, 3, 12])
@@ -269,6 +273,20 @@ def test_build_and_load(tmp_path, capsys):
                               words=sum(len(t.split()) for t in texts), bytes=sum(len(t.encode()) for t in texts))
     assert meta['splits']['val']['documents'] == 40 and load_bin(tmp_path / 'd', 'train').dtype == np.uint16
     assert meta['tokenizer']['vocab_size'] == load_tokenizer(tmp_path / 'd').n_vocab == meta['tokenizer']['eot'] + 1
+
+
+def test_the_tokenizer_has_not_seen_the_validation_text(tmp_path):
+    build(tmp_path / 'd', [('train', 'the red cat ' * 9), ('val', 'zq ' * 99)], 300)
+    tokens = load_tokenizer(tmp_path / 'd').token_bytes
+    assert b' cat' in tokens and b' zq' not in tokens and b'zq' not in tokens
+
+
+def test_the_seed_decides_the_order(tmp_path):
+    given = [*(('train', d) for d in words_corpus()), ('val', 'a cat')]
+    for name, seed in (('a', 1), ('b', 2), ('c', 1)):
+        build(tmp_path / name, given, prepare.choose_tokenizer('bytes'), seed=seed)
+    a, b, c = (documents(tmp_path / name, 'train') for name in 'abc')
+    assert a == c != b and sorted(a) == sorted(b)
 
 
 def test_run_folder_stands_alone(tmp_path):

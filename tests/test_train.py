@@ -617,6 +617,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
 
 def test_epochs_make_the_plan(tiny):
     assert '2 steps' in tiny('--max_iters=0', '--epochs=0.001', '--batch_size=8').stdout
+    assert ' 1 steps' in tiny('--max_iters=0', '--epochs=0.001', '--batch_size=8', '--gradient_accumulation_steps=2').stdout
 
 
 # ------------------------------------------------------------------------------------------------ optimiser
