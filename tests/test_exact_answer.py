@@ -53,6 +53,12 @@ def test_batched_is_one_by_one(name):
 def test_problems_and_result(tmp_path, data_dir):
     problems = read_problems(data_dir / 'toy_math')
     assert len(problems) > 100 and all('answer is' in solution and '\n' not in question for question, solution in problems)
+    tokenizer, texts, ids = prepare.load_tokenizer(data_dir / 'toy_math'), [], []
+    for i in prepare.load_bin(data_dir / 'toy_math', 'val').tolist():
+        if i == tokenizer.eot and ids:
+            texts.append(tokenizer.decode(ids))
+        ids = [] if i == tokenizer.eot else [*ids, i]
+    assert ['\n'.join(problem) for problem in problems] == texts
     rows = [dict(question='a\nb', generated_solution='c = 4'), dict(question='q', generated_solution='5')]
     (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
     assert read_problems(tmp_path / 'p.jsonl') == [('a\nb', 'c = 4'), ('q', '5')]
@@ -69,6 +75,14 @@ def test_problems_and_result(tmp_path, data_dir):
                                                             ('e', 'is 5'), ('f', '7.0'), ('g', '14/2 = 7')], 4, batch_size=2)
     assert (result['accuracy'], result['right'], result['problems'], result['left_out']) == (0.6, 3, 5, 2)
     assert result['guess'] == 0.6 and [e['text'] for e in result['examples']] == ['7'] * 5
+
+
+def test_what_the_model_is_given(monkeypatch):
+    seen, tokenizer = [], prepare.choose_tokenizer('bytes')
+    monkeypatch.setattr(exact_answer, 'complete', lambda model, prompts, *rest: seen.extend(prompts) or [[ord('7')]] * len(prompts))
+    model = MODELS['moep']()
+    assert exact_answer.exact_answer(model, tokenizer, [('3 + 4?', '7'), ('2?', '2')], 4)['right'] == 1
+    assert seen == [[tokenizer.eot, *b'3 + 4?\n'], [tokenizer.eot, *b'2?\n']]
 
 
 def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):

@@ -6,7 +6,15 @@ import types
 import pytest
 import torch
 
-from machine import Replay
+from machine import Machine, Replay
+
+
+def test_precision():
+    x = torch.ones(2, 2)
+    for dtype, expected in (('auto', torch.float32), ('float32', torch.float32), ('bfloat16', torch.bfloat16)):
+        machine = Machine('cpu', dtype)
+        with machine.autocast():
+            assert machine.dtype == (x @ x).dtype == expected
 
 
 class FakeGraph:

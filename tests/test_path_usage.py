@@ -4,8 +4,10 @@ import json
 import sys
 
 import pytest
+import torch
 
 import path_usage
+import prepare
 from errors import UserError
 
 
@@ -21,6 +23,20 @@ def test_table(run, smoke, data_dir, tmp_path):
     assert f"all: {100 * result['accuracy']:.1f}% right" in done.stdout
     lines = run('path_usage.py', folder).stdout.splitlines()
     assert len(lines) == 20 + 4 and lines[0].startswith("'Once upon a time, there was a little'") and ' -> ' in lines[0]
+
+
+def test_prompts_and_layers(smoke, data_dir, tmp_path, monkeypatch):
+    """Every prompt begins with end-of-text, as documents do in training; shares are told layer by layer."""
+    seen, folder = [], smoke('config/papaformer_composed.py')
+    monkeypatch.setattr(path_usage, 'path_usage', lambda model, idx: seen.append(idx) or torch.tensor([[0, 1]] * len(idx)))
+    stories, eot = data_dir / 'toy_stories', prepare.load_tokenizer(data_dir / 'toy_stories').eot
+    monkeypatch.setattr(sys, 'argv', ['path_usage.py', str(folder), '--data', str(stories), '--num=5', '--length=7', f'--json={tmp_path}/u.json'])
+    path_usage.main()
+    assert seen[0].shape == (5, 8) and (seen[0][:, 0] == eot).all() and (seen[0][:, 1:] != eot).all()
+    assert json.loads((tmp_path / 'u.json').read_text())[str(stories)]['layers'] == [[1.0, 0.0], [0.0, 1.0]]
+    monkeypatch.setattr(sys, 'argv', ['path_usage.py', str(folder)])
+    path_usage.main()
+    assert len(seen) == 21 and all(idx[0, 0] == eot for idx in seen[1:])
 
 
 def test_mistakes(smoke, data_dir, monkeypatch):

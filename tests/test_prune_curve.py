@@ -42,10 +42,15 @@ def test_adapters_are_told(run, smoke, data_dir, tmp_path, monkeypatch):
 
 def test_as_a_user(run, smoke, data_dir, tmp_path, monkeypatch):
     folder = smoke('config/moduleformer_math.py')
-    done = run('prune_curve.py', folder, '--thresholds', '0', '1', '--normalise=sum', f'--json={tmp_path}/c.json')
+    done = run('prune_curve.py', folder, '--thresholds', '0', '0.2', '1', '--normalise=sum', f'--json={tmp_path}/c.json')
     rows = json.loads((tmp_path / 'c.json').read_text())['rows']
-    assert rows[1]['modules'] == 4 / 12                  # two of four, two of eight
-    assert len(done.stdout.splitlines()) == 4 and '100.0%' in done.stdout and '33.3%' in done.stdout
+    assert rows[2]['modules'] == 4 / 12                  # two of four, two of eight
+    model, _ = load_checkpoint(folder)
+    tokens = as_tensor(prepare.load_bin(data_dir / 'toy_math', 'val'), 'cpu')
+    usage = count_usage(model, val_batches(tokens[:len(tokens) // 2], 128, 16, -1))
+    by_sum, by_max = (prune_experts(model, usage, 0.2, how)[1].left for how in ('sum', 'max'))
+    assert rows[1]['left'] == by_sum != by_max
+    assert len(done.stdout.splitlines()) == 5 and '100.0%' in done.stdout and '33.3%' in done.stdout
     for args, message in (([smoke('config/moep.py')], 'only a ModuleFormer'), ([folder, '--data=nothing'], 'nothing'),
                           ([folder, '--batch_size=0'], 'at least 1'), ([folder, '--json=/none/c.json'], 'be written'),
                           ([folder, f'--data={data_dir}/toy_bytes'], 'another tokenizer')):

@@ -1,9 +1,12 @@
 """sample.py on a small trained run, as a user calls it."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import sample
 from prepare import load_tokenizer
 from test_train import TINY
 
@@ -41,6 +44,12 @@ def test_routes(run, trained):
         assert len(ways) == 6
         for (_, a), (_, b) in zip(ways[::2], ways[1::2]):
             assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
+
+
+def test_the_heaviest_choice_comes_first(data_dir, capsys):
+    model = SimpleNamespace(routes=lambda idx: dict(layer=torch.tensor([[[0.2, 0.0, 0.7, 0.1]]])))
+    sample.show_routes(model, load_tokenizer(data_dir / 'toy_stories'), torch.tensor([[5]]))
+    assert capsys.readouterr().out.splitlines()[1].endswith('2:70 0:20 3:10')
 
 
 def test_routes_of_a_long_text_begin_with_the_prompt(run, trained):

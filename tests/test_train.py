@@ -214,7 +214,8 @@ def test_a_scheduled_rate_reaches_the_model(tiny, tmp_path):
 
 
 def test_checkpoints_by_words(tiny, tmp_path):
-    tiny('--max_iters=12', '--checkpoint_words=[100, 200, 1e3]')
+    tiny('--max_iters=12', '--checkpoint_words=[100, 200, 1e3]', "--eval_data=['toy_lingo', 'toy_stories']")
+    assert [list(r['val']) for r in read_log(tmp_path / 'run') if 'val' in r] == [['toy_lingo', 'toy_stories']] * 2
     kept = sorted(p.name for p in (tmp_path / 'run').glob('ckpt_*'))
     assert kept == ['ckpt_100.pt', 'ckpt_200.pt']
     words = [train.load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept]
@@ -333,7 +334,8 @@ def test_finished_runs_are_not_lost(tiny, tmp_path):
     before = weights(tmp_path / 'run')
     done = tiny('--max_iters=3', code=2)
     assert '--resume' in done.stderr and '--overwrite' in done.stderr and same(before, weights(tmp_path / 'run'))
-    assert 'seed = 42' in tiny('--max_iters=5', '--resume', '--seed=1', code=2).stderr   # would be another data order
+    for other in ('seed=1', 'stride=8', 'seq_len=16', 'data=toy_math', 'epoch_words=100.0', 'stream'):      # would be another data order
+        assert 'reads its data with ' + other.split('=')[0] in tiny('--max_iters=5', '--resume', f'--{other}', code=2).stderr
     done = tiny('--max_iters=5', '--resume', '--weight_decay=0.5')
     assert 'max_iters was 3, is now 5' in done.stdout
     assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['optimizer']['param_groups'][0]['weight_decay'] == 0.5
@@ -570,6 +572,7 @@ def test_broken_checkpoints(tiny, tmp_path):
     assert 'papaformer' in one_line(tiny('--max_iters=4', '--resume', code=2))
     torch.save(dict(ckpt, tokenizer='another'), out / 'ckpt.pt')
     assert 'tokenizer' in one_line(tiny('--max_iters=4', '--resume', code=2))
+    assert 'another tokenizer' in one_line(tiny('--max_iters=4', f'--init_from={out}', code=2, out='next'))
     for broken in (whole[:len(whole) // 2], b'', b'not a checkpoint'):
         (out / 'ckpt.pt').write_bytes(broken)
         assert 'not a whole checkpoint' in one_line(tiny('--max_iters=4', '--resume', code=2))
@@ -581,6 +584,7 @@ def test_config_files(tmp_path):
     good.write_text('"""doc"""\nbatch_size = 2 * 8\naux_weights = dict(block_balance=0.01)  # comment\nmodel = "moep"\n')
     values = configurator.read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
     assert configurator.read_command(['--out_dir=out/mine', str(good)])['out_dir'] == 'out/mine'
+    assert configurator.read_command(['--batch_size=3', str(good)])['batch_size'] == 16      # what comes later counts
     assert values == dict(out_dir='out/good', batch_size=10.0, aux_weights=dict(block_balance=0.01), model='moep', resume=True, data='toy_math')
     given, keys = configurator.sort_keys(values, settings.Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
