@@ -588,6 +588,8 @@ def main():
     elif s.surgery:
         say(f'saved     {s.out_dir}/ckpt.pt')
     if machine.world > 1:
+        if not machine.cuda:                             # wait for the first one: a process that ends right after it has sent something
+            dist.barrier()                               # can die of gloo's threads, which still hold it (torch does not end them)
         dist.destroy_process_group()
 
 
