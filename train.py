@@ -466,9 +466,10 @@ class Trainer:
                 routed = bool(self.model.routes(start))
             self.say(f'\nsample\n{self.corpus.tokenizer.show(text).strip()}\n\nnext')
             sample = (' --routes', 'more text, and the way each token took') if routed else ('', 'more text')
-            math = all('math' in name for name in self.corpus.scored)
-            score = ('exact_answer', 'how many problems it solves') if math else ('eval_blimp', 'how many minimal pairs it gets right')
-            hints = {f'sample.py {self.out}{sample[0]}': sample[1], f'{score[0]}.py {self.out}': score[1],
+            measure = ('eval_blimp', 'how many minimal pairs it gets right')
+            if all('math' in name for name in self.corpus.scored):
+                measure = ('exact_answer', 'how many problems it solves')
+            hints = {f'sample.py {self.out}{sample[0]}': sample[1], f'{measure[0]}.py {self.out}': measure[1],
                      'train.py --help': f'every setting; the log is {self.out}/log.jsonl'}
             for command, what in hints.items():
                 self.say(f'  python {command:{max(map(len, hints))}}   # {what}')
