@@ -1,4 +1,5 @@
-"""GPT-2 on the toy stories: the dense baseline of config/moep.py, from the same file, of about the same size."""
+"""GPT-2 on the toy stories: the dense baseline of config/moep.py, about as large and from the same
+model file."""
 model = 'moep'
 data = 'toy_stories'
 

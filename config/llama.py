@@ -1,4 +1,5 @@
-"""LLaMA on both toy corpora: the dense baseline of config/papaformer.py, from the same file, of about the same size."""
+"""LLaMA on both toy corpora: the dense baseline of config/papaformer.py, about as large and from
+the same model file."""
 model = 'papaformer'
 data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
 

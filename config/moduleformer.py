@@ -1,4 +1,5 @@
-"""ModuleFormer on the toy stories: 1M parameters, of which a token uses 0.4M; some ten minutes on two CPU cores."""
+"""ModuleFormer on the toy stories: 1M parameters, 0.4M of them active per token; about ten minutes
+on two CPU cores."""
 model = 'moduleformer'
 data = 'toy_stories'
 

@@ -1,6 +1,9 @@
-"""A second language for the model of config/moduleformer.py, with nothing of the first one to read: one new attention module
-and one new FFN module in every layer; all that was there is frozen (the paper's Table 5). The weight of rout_reg holds the
-new modules' embeddings back: more of it forgets less of the stories and learns less of the new language."""
+"""Teach the model of config/moduleformer.py a second language, without any of the old stories (the
+paper's Table 5). Each layer gets one new attention module and one new FFN module, with their rows
+in the routers; everything else is frozen.
+
+rout_reg keeps those rows small: a larger weight forgets less of the stories, and learns less of the
+new language."""
 model = 'moduleformer'
 init_from = 'out/moduleformer'
 surgery = 'insert_experts'

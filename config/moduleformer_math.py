@@ -1,9 +1,10 @@
-"""The model of config/moduleformer.py fine-tuned on the toy math with the load concentration loss, so that it needs fewer of
-its modules (the paper's section 5.3); then config/moduleformer_pruned.py."""
+"""Fine-tune the model of config/moduleformer.py on toy math with the load concentration loss, so
+that it needs fewer of its modules (the paper's section 5.3). Then prune it:
+config/moduleformer_pruned.py."""
 model = 'moduleformer'
 init_from = 'out/moduleformer'
 data = 'toy_math'
-aux_weights = dict(concentration=0.01)      # the paper's 0.001 changes little in as few steps as these
+aux_weights = dict(concentration=0.01)      # the paper's 0.001 does little in so few steps
 
 epochs = 3
 batch_size = 8

@@ -1,5 +1,11 @@
-"""The model of config/moduleformer_math.py without the modules that math uses less than a twentieth as often as its layer's
-favourite, trained a little more; --max_iters=0 only prunes. Which threshold? python prune_curve.py out/moduleformer_math"""
+"""Prune the model of config/moduleformer_math.py, then train it a little more. A module goes if
+math uses it less than a twentieth as often as the busiest module of its layer. --max_iters=0 prunes
+without training.
+
+To choose another threshold:
+
+    python -m tools.prune_curve out/moduleformer_math
+"""
 model = 'moduleformer'
 init_from = 'out/moduleformer_math'
 surgery = 'prune_experts'

@@ -1,5 +1,6 @@
-"""PaPaformer from scratch on both toy corpora: two paths of 48, joined by Share-Linear. docs/papaformer.md has the recipe
-that trains the paths apart and composes them."""
+"""PaPaformer from scratch on both toy corpora: two paths of width 48, joined by Share-Linear.
+
+The recipe in docs/papaformer.md trains the paths separately and then composes them."""
 model = 'papaformer'
 data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
 
@@ -10,7 +11,7 @@ n_embd = 96
 n_parallel = 3
 path_embd = [48, 48]
 path_head = [2, 2]
-connection = 'share'            # gumbel1, gumbel2: with --aux_weights="dict(entropy=0.01, load=0.01)"
+connection = 'share'            # gumbel1 or gumbel2: add --aux_weights="dict(entropy=0.01, load=0.01)"
 
 epochs = 2
 batch_size = 8

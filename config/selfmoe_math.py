@@ -1,5 +1,10 @@
-"""The base model of config/selfmoe.py with gates, fine-tuned on the toy math. Instead of matrix gates:
---surgery_args="dict(kind='vector')" (scalar, none), or --surgery=upcycle --surgery_args="dict(n=2, k=2)"; name an --out_dir."""
+"""Add matrix gates to the base model of config/selfmoe.py and fine-tune it on toy math.
+
+Instead of matrix gates, each with an --out_dir of its own:
+
+    --surgery_args="dict(kind='vector')"                       # or scalar, none
+    --surgery=upcycle --surgery_args="dict(n=2, k=2)"          # a mixture of experts
+"""
 model = 'selfmoe'
 init_from = 'out/selfmoe'
 surgery = 'add_gates'

@@ -1,5 +1,9 @@
-"""The Super Tiny baseline on the toy stories: a modern Transformer of tokens. --share=ffn or --share=all, with or without
---lora_rank=8, share its weights between layers; --dropout=0.1 --dropout_schedule=early (late, linear, triangle)."""
+"""The Super Tiny baseline on the toy stories: a modern Transformer on tokens.
+
+    --share=ffn                                    # or all: share weights between layers
+    --share=ffn --lora_rank=8                      # with a low-rank adapter for each layer
+    --dropout=0.1 --dropout_schedule=early         # or late, linear, triangle
+"""
 model = 'stlm'
 data = 'toy_stories'
 

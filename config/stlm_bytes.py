@@ -1,4 +1,5 @@
-"""The byte-level Super Tiny model on the same toy stories, as chunks of at most 8 bytes; --decoder=parallel is the paper's."""
+"""The byte-level Super Tiny model on the toy stories, in chunks of at most 8 bytes.
+--decoder=parallel is the paper's decoder."""
 model = 'stlm'
 data = 'toy_bytes'
 

@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,39 +23,50 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 
-def run_here(command, cwd):
-    """A script in this process, from sys.argv to its exit code: many mistakes can be tried without starting Python."""
-    import errors
+def run_here(module, argv, cwd):
+    """A script in this process, from sys.argv to its exit code: much can be tried without starting Python."""
+    from plumbing.cli import run_main
     out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, 'argv', command), contextlib.chdir(cwd), \
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with mock.patch.object(sys, 'argv', argv), contextlib.chdir(cwd), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            errors.run_main(importlib.import_module(Path(command[0]).stem).main)
+            run_main(importlib.import_module(module).main)
             code = 0
         except SystemExit as stop:
             code = stop.code
-    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+    for number, handler in handlers.items():             # train.py catches signals
+        signal.signal(number, handler)
+    return SimpleNamespace(returncode=code or 0, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 @pytest.fixture(scope='session')
 def run():
-    """Run a script of the repository as a user would; one thread, so that two runs give the same bits. What is meant to
-    fail (code=2) runs in this process, which is ten times faster; some of those runs name an env and get a process."""
-    def run(*args, cwd=ROOT, code=0, **env):
-        command = [str(ROOT / args[0]), *map(str, args[1:])]
-        if code == 2 and not env:
-            done = run_here(command, cwd)
+    """Run a script ('train.py') or a tool ('tools.bench', as python -m tools.bench) as a user would; one
+    thread, so that two runs give the same bits. What is meant to fail (code=2), and what a test asks for by
+    here=True, runs in this process, which is ten times faster; a run that names an env gets a process."""
+    def run(name, *args, cwd=ROOT, code=0, here=None, **env):
+        module = name.removesuffix('.py')
+        script = str(ROOT / f"{module.replace('.', '/')}.py")
+        args = list(map(str, args))
+        if here is None:
+            here = code == 2 and not env
+        if here:
+            done = run_here(module, [script, *args], cwd)
         else:
-            done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True,
+            start = [script] if name.endswith('.py') else ['-m', name]
+            paths = [str(ROOT), env.pop('PYTHONPATH', ''), os.environ.get('PYTHONPATH', '')]
+            env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
+            done = subprocess.run([sys.executable, *start, *args], cwd=cwd, capture_output=True, text=True,
                                   env={**os.environ, 'OMP_NUM_THREADS': '1', **env})
-        assert done.returncode == code, f'{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}'
+        assert done.returncode == code, f'{name} {args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}'
         return done
     return run
 
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """The toy corpora, made once per session."""
+    """The toy corpora, made once per session. A test that changes something takes a copy."""
     import prepare
     folder = tmp_path_factory.mktemp('data')
     prepare.make_toy(folder)
@@ -63,14 +75,18 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def smoke(run, data_dir, tmp_path_factory):
-    """Train a config for two steps and give its run folder, after those it starts from; each only once per session.
-    config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser, on windows of 64. None: too large to train."""
-    import configurator
-    folder, done, locks = tmp_path_factory.mktemp('smoke'), set(), defaultdict(threading.Lock)
+    """Train a config for two steps and give its run folder, after those it starts from; each only once per
+    session. config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser, on
+    windows of 64. None: too large to train."""
+    from plumbing.settings import read_config
+    folder = tmp_path_factory.mktemp('smoke')
+    done = set()
+    locks = defaultdict(threading.Lock)
 
     def starts(config):
-        runs = configurator.read_config(ROOT / config).get('init_from') or []
-        return [f"config/{run.removeprefix('out/')}.py" for run in ([runs] if isinstance(runs, str) else runs)]
+        runs = read_config(ROOT / config).get('init_from') or []
+        runs = [runs] if isinstance(runs, str) else runs
+        return [f"config/{run.removeprefix('out/')}.py" for run in runs]
     needed = {start for path in ROOT.glob('config/**/*.py') for start in starts(path)}
 
     def smoke(config):
@@ -86,8 +102,9 @@ def smoke(run, data_dir, tmp_path_factory):
                 return None
             if data and 'byte_limit' in (ROOT / config).read_text():
                 data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
-            run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=1',
-                '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder)
+            run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2',
+                '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
+                '--sample_tokens=2', '--log_interval=1', cwd=folder)
             done.add(config)
             if 'paper' in config and config not in needed:
                 (out / 'ckpt.pt').unlink()               # hundreds of megabytes
@@ -98,8 +115,9 @@ def smoke(run, data_dir, tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def smokes(smoke, request):
-    """{config: the future of its run folder} of all tests that ask for one by `config`, one run after the other."""
-    configs = [item.callspec.params['config'] for item in request.session.items if 'smokes' in item.fixturenames]
+    """{config: the future of its run folder} of all tests that ask for one by `config`, in turn."""
+    items = [item for item in request.session.items if 'smokes' in item.fixturenames]
+    configs = [item.callspec.params['config'] for item in items]
     with ThreadPoolExecutor(1) as pool:
         yield {config: pool.submit(smoke, config) for config in configs}
         pool.shutdown(cancel_futures=True)
@@ -110,3 +128,22 @@ def early_smokes(request):
     """Those runs go on beside the other tests, from the beginning: most tests keep only one core busy."""
     if any('smokes' in item.fixturenames for item in request.session.items):
         request.getfixturevalue('smokes')
+
+
+def documents(folder, split):
+    """The texts of a bin, cut at end-of-text."""
+    from plumbing.data import load_bin
+    from plumbing.tokenizer import load_meta, load_tokenizer
+    tokenizer = load_tokenizer(folder)
+    pad = load_meta(folder).get('pad')
+    ids = [i for i in load_bin(folder, split).tolist() if i != pad]
+    assert ids[0] == ids[-1] == tokenizer.eot
+    texts = []
+    text = []
+    for i in ids[1:]:
+        if i == tokenizer.eot:
+            texts.append(tokenizer.decode(text))
+            text = []
+        else:
+            text.append(i)
+    return texts

@@ -4,48 +4,80 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import moduleformer
 import moep
-import selfmoe
+
+BOTH = pytest.mark.parametrize('module', [moep, moduleformer])
 
 
-@pytest.mark.parametrize('module', [moep, moduleformer, selfmoe])
+@BOTH
 @pytest.mark.parametrize('E, ends', [
-    (1, [50]), (3, [0, 1, 70]), (40, [min(2 * i, 61) for i in range(1, 41)]),                    # too few rows for parts
-    (1, [4099]), (3, [0, 1, 9000]), (3, [9000] * 3), (5, [7, 7, 3300, 6400, 6401]), (40, [100 * i for i in range(1, 41)])])
+    (1, [50]), (3, [0, 1, 70]), (40, [min(2 * i, 61) for i in range(1, 41)]),      # too few rows for parts
+    (1, [4099]), (3, [0, 1, 9000]), (3, [9000] * 3), (5, [7, 7, 3300, 6400, 6401]),
+    (40, [100 * i for i in range(1, 41)])])
 def test_weight_gradient_in_parts(module, E, ends):
-    """Long groups are cut; fewer rows than parts, no rows, more groups than parts; a gradient that is one number, expanded."""
+    """Long groups are cut. Also with fewer rows than parts, no rows, more groups than parts; a gradient of
+    one number, expanded."""
     torch.manual_seed(0)
+    n_rows = ends[-1]
     ends = torch.tensor(ends, dtype=torch.int32)
-    x, w = torch.randn(int(ends[-1]), 8), torch.randn(E, 8, 16)
-    for weight in (torch.randn(int(ends[-1]), 16), torch.ones(()).expand(int(ends[-1]), 16)):
+    x, w = torch.randn(n_rows, 8), torch.randn(E, 8, 16)
+    for weight in (torch.randn(n_rows, 16), torch.ones(()).expand(n_rows, 16)):
         found = []
         for dtype in (torch.float32, torch.float64):     # the kernel; the loop over the groups
-            ins = [t.to(dtype).requires_grad_() for t in (x, w)]
-            found.append(torch.autograd.grad(module.grouped_mm(*ins, ends), ins, weight.to(dtype)))
-        for a, b in zip(*found):
+            ins = [t.to(dtype, copy=True).requires_grad_() for t in (x, w)]
+            y = module.grouped_mm(*ins, ends)
+            found.append([y, *torch.autograd.grad(y, ins, weight.to(dtype))])
+        for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize('module', [moep, moduleformer])
-def test_top_k_is_topk_and_never_chooses_twice(module):
+@BOTH
+@pytest.mark.parametrize('n_rows, E, parts', [(4095, 2, 1), (4096, 2, 2), (9000, 3, 4), (70_000, 3, 10),
+                                              (70_000, 40, 1)])
+def test_how_many_parts(module, n_rows, E, parts, monkeypatch):
+    """About 32 in all, of about 2,048 rows or more; every group is cut into equally many, equally long."""
+    seen = []
+    kernel = F.grouped_mm
+
+    def record(*args, offs):
+        seen.append(offs)
+        return kernel(*args, offs=offs)
+    monkeypatch.setattr(F, 'grouped_mm', record)
+    ends = torch.linspace(0, n_rows, E + 1).int()[1:]
+    x, w = torch.ones(n_rows, 4), torch.ones(E, 4, 4, requires_grad=True)
+    module.grouped_mm(x, w, ends).sum().backward()
+    offs = max(seen, key=len)
+    assert len(offs) == E * parts and offs.dtype == torch.int32
+    assert offs[parts - 1::parts].tolist() == ends.tolist()
+    size = offs.diff(prepend=offs.new_zeros(1)).view(E, parts)
+    assert (size.amax(1) - size.amin(1)).max() <= 1
+
+
+def test_largest_k_is_topk_and_never_chooses_twice():
+    largest_k = moduleformer.largest_k
     prob = torch.rand(50, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
     for k in (1, 3, 5):
-        for a, b in zip(module.largest_k(prob, k), prob.topk(k)):
+        for a, b in zip(largest_k(prob, k), prob.topk(k)):
             assert torch.equal(a, b)
-    scores = torch.randn(50, 5, generator=torch.Generator().manual_seed(1)) - 2    # a router of one's own may have negative ones
-    for a, b in zip(module.largest_k(scores, 3), scores.topk(3)):
+    scores = torch.randn(50, 5, generator=torch.Generator().manual_seed(1)) - 2    # negative scores too
+    for a, b in zip(largest_k(scores, 3), scores.topk(3)):
         assert torch.equal(a, b)
-    for odd in (torch.tensor([[1.0, 0, 0, 0]]), torch.full((1, 4), 0.25), torch.full((1, 4), math.nan),    # underflow, ties, nan
-                torch.tensor([[-math.inf, 1.0, -math.inf, -math.inf]])):
-        assert module.largest_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
+    underflow = torch.tensor([[1.0, 0, 0, 0]])
+    ties = torch.full((1, 4), 0.25)
+    nan = torch.full((1, 4), math.nan)
+    infinite = torch.tensor([[-math.inf, 1.0, -math.inf, -math.inf]])
+    for odd in (underflow, ties, nan, infinite):
+        assert largest_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
     leaf = prob.clone().requires_grad_()
-    module.largest_k(leaf, 2)[0].sum().backward()
-    assert torch.equal(leaf.grad != 0, torch.zeros_like(prob, dtype=torch.bool).scatter(1, prob.topk(2).indices, True))
+    largest_k(leaf, 2)[0].sum().backward()
+    chosen = torch.zeros_like(prob, dtype=torch.bool).scatter(1, prob.topk(2).indices, True)
+    assert torch.equal(leaf.grad != 0, chosen)
 
 
-@pytest.mark.parametrize('module', [moep, moduleformer])
+@BOTH
 @pytest.mark.parametrize('N, E, K', [(1, 1, 1), (1, 4, 4), (9, 7, 3)])
 def test_order_by_choice_is_a_stable_sort(module, N, E, K):
     torch.manual_seed(0)
@@ -62,31 +94,55 @@ def same_gradient(ours, plain, *inputs):
     for f in (ours, plain):
         ins = [t.clone().requires_grad_() for t in inputs]
         y = f(*ins)
-        found.append([y, *torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), ins)])
+        weight = torch.arange(y.numel()).view_as(y).sin()
+        found.append([y, *torch.autograd.grad((y * weight).sum(), ins)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_rows_and_dispatch_are_plain_indexing():
     torch.manual_seed(0)
-    N, E, K, D = 9, 11, 3, 4                             # more choices than eight: a bias gradient of two eights
+    N, E, K, D = 9, 11, 3, 4
     choice = torch.stack([torch.randperm(E - 1)[:K] for _ in range(N)])         # nobody takes the last
-    gate, order = torch.rand(N, K).double(), choice.flatten().argsort(stable=True)
+    order = choice.flatten().argsort(stable=True)
+    back = order.argsort()
+    token, chosen = order // K, choice.flatten()[order]
+    gate = torch.rand(N, K).double()
+    x, x_NED = torch.randn(N, D).double(), torch.randn(N, E, D).double()
+    y = torch.randn(N * K, D).double()
+    w, b = torch.randn(E, D, 2).double(), torch.randn(E, 2).double()
     rows, dispatch = moep.Rows(choice, E), moduleformer.Dispatch(choice, E)
-    x, x_NED, y = torch.randn(N, D).double(), torch.randn(N, E, D).double(), torch.randn(N * K, D).double()
     for r in (rows, dispatch):
-        same_gradient(r.spread, lambda x: x[order // K], x)
-        same_gradient(lambda y: r.combine(y, gate), lambda y: (gate[:, :, None] * y[order.argsort()].view(N, K, D)).sum(1), y)
+        same_gradient(r.spread, lambda x: x[token], x)
+        same_gradient(r.combine, lambda y, g: (g[:, :, None] * y[back].view(N, K, D)).sum(1), y, gate)
+    same_gradient(dispatch.linear, lambda y, w: torch.einsum('rd,rdf->rf', y, w[chosen]), y, w)
+    same_gradient(rows.linear, lambda y, w, b: torch.einsum('rd,rdf->rf', y, w[chosen]) + b[chosen], y, w, b)
     same_gradient(dispatch.sort, lambda x: x.flatten(0, 1)[order], x_NED[:, :K])
-    same_gradient(dispatch.restore, lambda y: y[order.argsort()].view(N, K, D), y)
-    same_gradient(rows.pick, lambda x: x[order // K, choice.flatten()[order]], x_NED)
-    same_gradient(lambda b: moep.GroupBias.apply(b, rows.choice), lambda b: b[choice.flatten()[order]], torch.randn(E, D).double())
+    same_gradient(dispatch.restore, lambda y: y[back].view(N, K, D), y)
+    same_gradient(rows.pick, lambda x: x[token, chosen], x_NED)
+    same_gradient(lambda b: moep.GroupBias.apply(b, rows.choice), lambda b: b[chosen], b)
+
+
+def test_fold_moves_gain_and_bias_of_a_norm_into_the_map():
+    torch.manual_seed(0)
+    P, D, width = 3, 4, 5
+    n = torch.randn(7, D).double()
+    gain, bias, w, b = torch.randn(P, D), torch.randn(P, D), torch.randn(P, D, width), torch.randn(P, width)
+
+    def folded(*maps):
+        w, b = moep.fold(*maps)
+        return torch.stack([n @ w[p] + b[p] for p in range(P)])
+
+    def plain(gain, bias, w, b):
+        return torch.stack([(n * gain[p] + bias[p]) @ w[p] + b[p] for p in range(P)])
+    same_gradient(folded, plain, gain.double(), bias.double(), w.double(), b.double())
 
 
 def test_dropout_on_both_branches_of_a_parallel_layer():
-    """Everything that a block adds is dropped out: at a rate of nearly 1 the layer is the identity for almost every number."""
+    """All that a block adds is dropped out: at a rate near 1 the layer changes almost no number."""
     torch.manual_seed(0)
-    layer = moep.ParallelLayer(moep.MoEPConfig(n_embd_parallel=16, n_head_parallel=1, top_k=1, dropout=0.99), 0).train()
+    config = moep.MoEPConfig(n_embd_parallel=16, n_head_parallel=1, top_k=1, dropout=0.99)
+    layer = moep.ParallelLayer(config, 0).train()
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.5)
     x = torch.randn(2, 50, 16)

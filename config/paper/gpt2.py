@@ -1,6 +1,6 @@
-"""The GPT-2 baseline of the MoEP paper (Appendix A and B): 28M parameters, BabyLM strict-small, 10 epochs of 10M words.
+"""GPT-2, the baseline of the MoEP paper: 28M parameters, BabyLM strict-small, 10 x 10M words.
 
-python prepare.py babylm && python train.py config/paper/gpt2.py
+    python prepare.py babylm && python train.py config/paper/gpt2.py
 """
 model = 'moep'
 data = 'babylm'
@@ -13,7 +13,7 @@ n_embd = 384
 n_parallel = 0
 dropout = 0.1
 
-stride = 128                    # windows of 512 tokens every 128, drawn without replacement
+stride = 128                    # a window of 512 tokens every 128, drawn without replacement
 epoch_words = 10e6              # "each epoch stopped after approximately 10M words"
 epochs = 10
 batch_size = 16

@@ -1,6 +1,6 @@
-"""MoEP as in the paper's Appendix A and B: 28M parameters, BabyLM strict-small, 10 epochs of 10M words.
+"""MoEP of the paper's Appendices A and B: 28M parameters, BabyLM strict-small, 10 x 10M words.
 
-python prepare.py babylm && python train.py config/paper/moep.py
+    python prepare.py babylm && python train.py config/paper/moep.py
 """
 model = 'moep'
 data = 'babylm'
@@ -17,10 +17,10 @@ n_block = 4
 n_expert = 4
 top_k = 2
 dropout = 0.1
-balance = 'switch'              # the form that the release uses; the printed one has the other sign
+balance = 'switch'              # as in the authors' code; the paper prints the opposite sign
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)   # the paper gives no weights
 
-stride = 128                    # windows of 512 tokens every 128, drawn without replacement
+stride = 128                    # a window of 512 tokens every 128, drawn without replacement
 epoch_words = 10e6              # "each epoch stopped after approximately 10M words"
 epochs = 10
 batch_size = 16

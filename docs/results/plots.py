@@ -1,7 +1,8 @@
-"""Draws the plots of docs/*.md from the numbers kept beside this file: python docs/results/plots.py"""
+"""
+Draw the plots of docs/*.md from the files in this folder (needs matplotlib).
 
-import json
-from pathlib import Path
+    python docs/results/plots.py
+"""
 
 import matplotlib
 matplotlib.use('Agg')
@@ -10,7 +11,11 @@ import numpy as np
 
 import tables
 
-HERE = Path(__file__).resolve().parent
+DOCS = tables.HERE.parent
+
+
+def name_of(folder, kind):
+    return tables.KINDS[folder][kind].replace('`', '')
 
 
 def band(axis, steps, runs, label, **style):
@@ -21,12 +26,27 @@ def band(axis, steps, runs, label, **style):
     return line.get_color()
 
 
+def dots(axis, found, title):
+    """One row of dots per {name: values of its seeds}, the first on top."""
+    for height, values in enumerate(reversed(found.values())):
+        axis.plot(values, [height] * len(values), 'o', color='C0')
+    names = [name.replace('`', '') for name in reversed(found)]
+    axis.set(title=title, yticks=range(len(found)), yticklabels=names)
+    axis.grid(alpha=0.4)
+
+
+# --------------------------------------------------------------------------------------------------
+# PaPaformer
+
+
 def papaformer():
-    """Validation loss by step on the toy corpora: composed paths, the same model from random weights, dense models."""
-    runs = json.loads((HERE / 'papaformer.json').read_text())['toy']
+    """Toy corpora: validation loss of composed paths, of random ones, and of dense models."""
+    runs = tables.read('papaformer.json')['toy']
+    styles = {'random share': '--', 'composed share': '-',
+              'dense on 40%': '--', 'dense on 100%': '-'}
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     for axis, name, limits in zip(axes, ('toy_stories', 'toy_math'), ((1.1, 1.7), (0.6, 1.7))):
-        for kind, style in (('random share', '--'), ('composed share', '-'), ('dense on 40%', '--'), ('dense on 100%', '-')):
+        for kind, style in styles.items():
             seeds = list(runs[kind].values())
             band(axis, seeds[0]['steps'], [seed['loss'][name] for seed in seeds], kind, ls=style)
         axis.set(title=name, xlabel='step of 512 tokens', ylabel='validation loss', ylim=limits)
@@ -34,109 +54,165 @@ def papaformer():
     return figure
 
 
+def papaformer_real():
+    """Real text: validation losses of both phases."""
+    panels = (('stories', 'tinystories', 'first phase, stories'),
+              ('both', 'tinystories_neox', 'second phase, stories'),
+              ('both', 'openmath_neox', 'second phase, math'))
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
+    for axis, (phase, data, title) in zip(axes, panels):
+        losses = {}
+        for kind, some in tables.runs_like('papaformer', phase).items():
+            last = [run['evaluations'][-1]['val'] for run in some]
+            if data in last[0]:
+                name = tables.KINDS['papaformer'][kind].replace('aux losses ', '')
+                losses[name] = [scores[data]['loss'] for scores in last]
+        dots(axis, losses, title)
+        axis.set_xlabel('validation loss')
+    return figure
+
+
+# --------------------------------------------------------------------------------------------------
+# MoEP
+
+
 def moep():
-    """BLiMP and validation loss by words, and how many blocks and experts are hardly used."""
+    """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
     figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
-    for kind, some in tables.runs('moep').items():
-        name, some = tables.KINDS['moep'][kind].replace('`', ''), list(some.values())
-        shared = min(len(run['evaluations']) for run in some)            # of a run that was stopped
+    for kind, by_seed in tables.runs('moep').items():
+        name = name_of('moep', kind)
+        some = list(by_seed.values())
+        shared = min(len(run['evaluations']) for run in some)        # some runs were stopped
         points = [run['evaluations'][:shared] for run in some]
         words = [e['words'] / 1e6 for e in points[0]]
-        color = band(losses, words[1:], [[e['val']['babylm']['loss'] for e in run[1:]] for run in points], name, marker='.')
+
+        loss = [[e['val']['babylm']['loss'] for e in run[1:]] for run in points]
+        color = band(losses, words[1:], loss, name, marker='.')
         if kind != 'gpt2':
-            band(unused, words, [[tables.idle(e)[0] for e in run] for run in points], name, color=color, marker='.')
-        if curves := [curve for run in some if (curve := tables.blimp(run, 'babylm2025', 'fast'))]:
-            band(scores, [w / 1e6 for w in curves[0]], [list(curve.values()) for curve in curves], name, color=color, marker='.')
-    scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%', xscale='log')
+            idle = [[tables.idle(e)[0] for e in run] for run in points]
+            band(unused, words, idle, name, color=color, marker='.')
+        curves = [tables.blimp(run, 'babylm2025', 'fast') for run in some]
+        curves = [curve for curve in curves if curve]
+        if curves:
+            read = [w / 1e6 for w in curves[0]]
+            accuracy = [list(curve.values()) for curve in curves]
+            band(scores, read, accuracy, name, color=color, marker='.')
+
+    scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%',
+               xscale='log')
     losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
-    unused.set(title='blocks and experts that are hardly used', xlabel='million words', ylabel='with less than 1% of the slots')
+    unused.set(title='blocks and experts that are hardly used', xlabel='million words',
+               ylabel='with less than 1% of the slots')
     for axis in (scores, losses, unused):
         axis.legend(fontsize=8)
     return figure
 
 
 def moep_routes():
-    """Which share of a layer's slots each block and expert gets, at the last evaluation; the largest first."""
-    found = {kind: next(iter(some.values()))['evaluations'][-1] for kind, some in tables.runs('moep').items() if kind != 'gpt2'}
+    """Each block's and expert's share of its layer's slots at the last evaluation, largest first."""
+    found = {}
+    for kind, by_seed in tables.runs('moep').items():
+        if kind != 'gpt2':
+            first_seed = next(iter(by_seed.values()))
+            found[kind] = first_seed['evaluations'][-1]
     figure, axes = plt.subplots(1, len(found), figsize=(13, 3.6), sharey=True)
     for axis, (kind, last) in zip(axes, found.items()):
         shares = 100 * np.array([sorted(layer, reverse=True) for layer in last['routes'].values()])
         axis.imshow(shares, vmin=0, vmax=50, aspect='auto', cmap='Blues')
         for (y, x), share in np.ndenumerate(shares):
-            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=7, color='white' if share > 30 else 'black')
-        axis.set(title=f"{tables.KINDS['moep'][kind].replace('`', '')}\nstep {last['iter']:,}", xticks=[], yticks=range(len(shares)),
-                 yticklabels=last['routes'])
+            color = 'white' if share > 30 else 'black'
+            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=7, color=color)
+        axis.set(title=f"{name_of('moep', kind)}\nstep {last['iter']:,}", xticks=[],
+                 yticks=range(len(shares)), yticklabels=last['routes'])
         axis.title.set_fontsize(9)
     return figure
 
 
-def dots(axis, found, title):
-    """A line for every {name: values of its seeds}, the first on top."""
-    for height, values in enumerate(reversed(found.values())):
-        axis.plot(values, [height] * len(values), 'o', color='C0')
-    axis.set(title=title, yticks=range(len(found)), yticklabels=[name.replace('`', '') for name in reversed(found)])
-    axis.grid(alpha=0.4)
+# --------------------------------------------------------------------------------------------------
+# ModuleFormer
 
 
-def papaformer_real():
-    """Both phases on real text: validation losses."""
-    found = {kind: [run['evaluations'][-1]['val'] for run in some.values()] for kind, some in tables.runs('papaformer').items()}
-    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
-    for axis, phase, data, title in zip(axes, ('stories', 'both', 'both'), ('tinystories', 'tinystories_neox', 'openmath_neox'),
-                                        ('first phase, stories', 'second phase, stories', 'second phase, math')):
-        dots(axis, {tables.KINDS['papaformer'][kind].replace('aux losses ', ''): [v[data]['loss'] for v in some]
-                    for kind, some in found.items() if kind.startswith(phase) and data in some[0]}, title)
-        axis.set_xlabel('validation loss')
+def moduleformer():
+    """Toy corpora: loss beyond the trained length; forgotten against learned; what pruning costs."""
+    runs = tables.read('moduleformer.json')
+    figure, (length, life, prune) = plt.subplots(1, 3, figsize=(14, 4))
+
+    for name, by_seed in runs['length'].items():
+        seeds = list(by_seed.values())
+        band(length, seeds[0]['position'], [seed['loss'] for seed in seeds], name)
+    length.axvline(128, color='gray', ls=':', label='trained length')
+    length.set(title='length', xlabel='position in the window', ylabel='loss, toy_stories')
+
+    for name, by_seed in runs['lifelong, language seen'].items():
+        old = [seed['after']['toy_stories'] for seed in by_seed.values()]
+        new = [seed['after']['toy_lingo'] for seed in by_seed.values()]
+        marker = 'o' if 'Module' in name else 's'
+        life.plot(old, new, marker, ms=6, label=name.replace('ModuleFormer, ', ''))
+    life.set(title='lifelong: the second language alone',
+             xlabel='loss, toy_stories (old)', ylabel='loss, toy_lingo (new)')
+
+    for name in ('no concentration', 'concentration 0.001', 'concentration 0.01'):
+        curves = np.array(list(runs['pruning'][f'{name}, max'].values())).mean(0)
+        prune.plot(100 * curves[:, 1], curves[:, 2], '.-', label=f'{name}, then pruned')
+    points = np.array([row for seed in runs['pruned first'].values() for row in seed])
+    prune.plot(100 * points[:, 1], points[:, 3], 'k+', label='pruned, then fine-tuned')
+    prune.set(title='pruning for toy_math', xlabel='% of the modules left', ylabel='loss, toy_math')
+
+    for axis in (length, life, prune):
+        axis.legend(fontsize=8)
     return figure
 
 
 def moduleformer_real():
-    """Math as the new domain: what is forgotten against what is learned, with some of the old text and without; pruning."""
-    found = tables.runs('moduleformer')
+    """Math as the new domain, with some old text and without: forgotten against learned; pruning."""
+    names = tables.KINDS['moduleformer']
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
-    for axis, how, title in zip(axes, ('joint', 'life'), ('math, one part in five of old text', 'math alone')):
-        for base, style in (('base', '--'), ('base-dense', ':')):
-            start = [run['evaluations'][0]['val']['babylm']['loss'] for run in found[f"{how}-{'dense' if 'dense' in base else 'full'}"].values()]
-            axis.axvline(np.mean(start), color='grey', ls=style,
-                         label=f"{tables.KINDS['moduleformer'][base]}, before")
+
+    def losses(some, data, at=-1):
+        return [run['evaluations'][at]['val'][data]['loss'] for run in some]
+
+    panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
+    for axis, (how, title) in zip(axes, panels):
+        found = tables.runs_like('moduleformer', how)
+        for base, tuned, style in (('base', 'full', '--'), ('base-dense', 'dense', ':')):
+            start = losses(found[f'{how}-{tuned}'], 'babylm', at=0)
+            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{names[base]}, before')
         for kind, some in found.items():
-            if kind.startswith(how):
-                name = tables.KINDS['moduleformer'][kind].replace('`', '')
-                points = [[run['evaluations'][-1]['val'][data]['loss'] for data in ('babylm', 'openmath_babylm')] for run in some.values()]
-                axis.plot(*zip(*points), 'o' if 'Module' in name else 's', ms=7, label=name)
+            name = name_of('moduleformer', kind)
+            old, new = losses(some, 'babylm'), losses(some, 'openmath_babylm')
+            marker = 'o' if 'Module' in name else 's'
+            axis.plot(old, new, marker, ms=7, label=name)
         low, high = axis.get_ylim()
-        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math', ylim=(low - 0.7 * (high - low), high))
-    for kind, some in found.items():
-        if kind.startswith('math'):
-            rows = [run['prune']['rows'] for run in some.values()]
-            left, loss = (np.mean([[row[key] for row in r] for r in rows], 0) for key in ('modules', 'loss'))
-            axes[2].plot(100 * left, loss, '.-',
-                         label=tables.KINDS['moduleformer'][kind])
-    axes[2].set(title='pruned after fine-tuning on math', xlabel='% of the modules left', ylabel='loss, math')
+        room = 0.7 * (high - low)                    # for the legend
+        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
+                 ylim=(low - room, high))
+
+    for kind, some in tables.runs_like('moduleformer', 'math').items():
+        curves = [[(row['modules'], row['loss']) for row in run['prune']['rows']] for run in some]
+        left, loss = np.mean(curves, 0).T
+        axes[2].plot(100 * left, loss, '.-', label=names[kind])
+    axes[2].set(title='pruned after fine-tuning on math', xlabel='% of the modules left',
+                ylabel='loss, math')
+
     for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):
         axis.legend(fontsize=7, loc=place)
     return figure
 
 
-def stlm_real():
-    """Bits per byte."""
-    figure, axis = plt.subplots(figsize=(7, 2.8))
-    dots(axis, {f"{tables.KINDS['stlm'][kind]}, {next(iter(some.values()))['parameters'] / 1e6:.1f}M": [
-        run['evaluations'][-1]['val']['simplewiki_chunks' if 'bytes' in kind else 'simplewiki']['bits_per_byte'] for run in some.values()]
-        for kind, some in tables.runs('stlm').items()}, 'Simple English Wikipedia')
-    axis.set_xlabel('bits per byte')
-    return figure
+# --------------------------------------------------------------------------------------------------
+# Self-MoE and Super Tiny models
 
 
 def selfmoe():
-    """Perplexity of each layer's state through the model's own head, without and with its gate (real math)."""
-    runs = json.loads((HERE / 'selfmoe.json').read_text())['real']
+    """Real math: perplexity of each layer's state through the head, without and with its gate."""
+    runs = tables.read('selfmoe.json')['real']
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
     for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
         found = [seed['gates'] for seed in runs[f'{kind}, improves'].values()]
         layers = [row['layer'] for row in found[0]]
         for key, style in (('without', '--'), ('with', '-')):
-            band(axis, layers, [[row[key] for row in table] for table in found], f'{key} the gate', ls=style, marker='o', ms=4)
+            perplexity = [[row[key] for row in gates] for gates in found]
+            band(axis, layers, perplexity, f'{key} the gate', ls=style, marker='o', ms=4)
         axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
     axes[0].set_ylabel('perplexity through the head')
     axes[0].legend()
@@ -144,61 +220,64 @@ def selfmoe():
 
 
 def stlm():
-    """The dropout rate of each schedule, as the log has it."""
-    runs = json.loads((HERE / 'stlm.json').read_text())['dropout']
+    """The dropout rate of each schedule, from the log."""
     figure, axis = plt.subplots(figsize=(6, 3.2))
-    for name, points in runs.items():
-        axis.plot(*zip(*points), label=name, **(dict(ls=':', lw=4) if name == 'constant' else {}))
+    for name, points in tables.read('stlm.json')['dropout'].items():
+        style = dict(ls=':', lw=4) if name == 'constant' else {}
+        axis.plot(*zip(*points), label=name, **style)
     axis.set(xlabel='step of 200', ylabel='dropout')
     axis.legend(loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def moduleformer():
-    """Loss by position beyond the trained length; what is forgotten against what is learned; what pruning costs."""
-    runs = json.loads((HERE / 'moduleformer.json').read_text())
-    figure, (length, life, prune) = plt.subplots(1, 3, figsize=(14, 4))
-    for name, seeds in runs['length'].items():
-        band(length, next(iter(seeds.values()))['position'], [seed['loss'] for seed in seeds.values()], name)
-    length.axvline(128, color='gray', ls=':', label='trained length')
-    length.set(title='length', xlabel='position in the window', ylabel='loss, toy_stories')
-    for name, seeds in runs['lifelong, language seen'].items():
-        points = np.array([[seed['after'][k] for k in ('toy_stories', 'toy_lingo')] for seed in seeds.values()])
-        life.plot(*points.T, 'o' if 'Module' in name else 's', ms=6, label=name.replace('ModuleFormer, ', ''))
-    life.set(title='lifelong: the second language alone', xlabel='loss, toy_stories (old)', ylabel='loss, toy_lingo (new)')
-    for name in ('no concentration', 'concentration 0.001', 'concentration 0.01'):
-        curves = [np.array(c) for c in runs['pruning'][f'{name}, max'].values()]
-        prune.plot(100 * np.mean([c[:, 1] for c in curves], 0), np.mean([c[:, 2] for c in curves], 0), '.-', label=f'{name}, then pruned')
-    points = np.array([row for seed in runs['pruned first'].values() for row in seed])
-    prune.plot(100 * points[:, 1], points[:, 3], 'k+', label='pruned, then fine-tuned')
-    prune.set(title='pruning for toy_math', xlabel='% of the modules left', ylabel='loss, toy_math')
-    for axis in (length, life, prune):
-        axis.legend(fontsize=8)
+def stlm_real():
+    """Bits per byte on Simple English Wikipedia."""
+    found = {}
+    for kind, some in tables.runs_like('stlm', '').items():
+        data = 'simplewiki_chunks' if 'bytes' in kind else 'simplewiki'
+        name = f"{tables.KINDS['stlm'][kind]}, {tables.millions(some[0]['parameters'])}"
+        found[name] = [run['evaluations'][-1]['val'][data]['bits_per_byte'] for run in some]
+    figure, axis = plt.subplots(figsize=(7, 2.8))
+    dots(axis, found, 'Simple English Wikipedia')
+    axis.set_xlabel('bits per byte')
     return figure
 
 
+# --------------------------------------------------------------------------------------------------
+# Speed
+
+
 def speed():
-    """Cost against size: a step's time and memory as total parameters grow."""
-    rows = {row['run']: row for row in json.loads((HERE / 'speed.json').read_text())['rows']}
+    """Time and memory of a step, and FLOPs of a token, as the number of parameters grows."""
+    rows = {row['run']: row for row in tables.read('speed.json')['rows']}
+    sweeps = (('MoEP: P blocks, K = 2 (32 x 512)',
+               dict(moep_p2='P = 2', moep_p4='4', moep_p8='8', moep_p16='16')),
+              ('ModuleFormer: E FFN modules, K = 2 (32 x 512)',
+               dict(mf_e8='E = 8', mf_32='16', mf_e32='32', mf_e64='64')))
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    sweeps = (('MoEP: P blocks, K = 2 (32 x 512)', dict(moep_p2='P = 2', moep_p4='4', moep_p8='8', moep_p16='16')),
-              ('ModuleFormer: E FFN modules, K = 2 (32 x 512)', dict(mf_e8='E = 8', mf_32='16', mf_e32='32', mf_e64='64')))
     for axis, (title, names) in zip(axes, sweeps):
-        size = [rows[name]['total'] / 1e6 for name in names]
-        time, flops = ([rows[name][key] for name in names] for key in ('ms', 'flops_per_token'))
-        axis.plot(size, [t / time[0] for t in time], 'o-', label='time of a step')
-        axis.plot(size, [f / flops[0] for f in flops], 's--', label='FLOPs of a token')
-        axis.plot(size, [rows[name]['gib'] / rows[next(iter(names))]['gib'] for name in names], '^:', label='memory')
+        found = [rows[name] for name in names]
+        size = [row['total'] / 1e6 for row in found]
+
+        def relative(key):
+            return [row[key] / found[0][key] for row in found]
+
+        time = relative('ms')
+        axis.plot(size, time, 'o-', label='time of a step')
+        axis.plot(size, relative('flops_per_token'), 's--', label='FLOPs of a token')
+        axis.plot(size, relative('gib'), '^:', label='memory')
         axis.plot(size, [s / size[0] for s in size], color='grey', lw=1, label='parameters')
-        for x, t, name in zip(size, time, names.values()):
-            axis.annotate(name, (x, t / time[0]), textcoords='offset points', xytext=(0, 9), ha='center')
-        axis.set(title=title, xlabel='parameters, millions', ylabel='against the smallest', ylim=(0, None))
+        for x, y, label in zip(size, time, names.values()):
+            axis.annotate(label, (x, y), textcoords='offset points', xytext=(0, 9), ha='center')
+        axis.set(title=title, xlabel='parameters, millions', ylabel='against the smallest',
+                 ylim=(0, None))
     axes[0].legend()
     return figure
 
 
 if __name__ == '__main__':
-    for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm, stlm_real, speed):
+    for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real,
+                 selfmoe, stlm, stlm_real, speed):
         figure = draw()
         figure.tight_layout()
-        figure.savefig(HERE.parent / f'{draw.__name__}.png', dpi=110)
+        figure.savefig(DOCS / f'{draw.__name__}.png', dpi=110)

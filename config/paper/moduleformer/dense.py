@@ -1,6 +1,6 @@
-"""The dense baseline of small.py: a LLaMA with as many active parameters, 22.2M, and rotary positions.
+"""The dense baseline of small.py: a LLaMA with rotary positions and as many active parameters, 22.2M.
 
-python prepare.py babylm && python train.py config/paper/moduleformer/dense.py
+    python prepare.py babylm && python train.py config/paper/moduleformer/dense.py
 """
 model = 'papaformer'
 data = 'babylm'
@@ -13,7 +13,7 @@ n_embd = 384
 ffn_hidden = 1216
 n_parallel = 0
 
-stride = 128                    # from here on as small.py
+stride = 128                    # from here on the same as small.py
 epoch_words = 10e6
 epochs = 4
 batch_size = 32

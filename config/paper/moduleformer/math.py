@@ -1,7 +1,12 @@
-"""Fig. 2 at our size: fine-tuned on math with the load concentration loss, then python prune_curve.py out/paper/moduleformer/math
+"""Fig. 2 at our size: fine-tune on math with the load concentration loss, then prune.
 
-after small.py: python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl && python train.py config/paper/moduleformer/math.py
-Without the loss: --aux_weights={}; the paper's weight is 0.001.
+After small.py:
+
+    python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl
+    python train.py config/paper/moduleformer/math.py
+    python -m tools.prune_curve out/paper/moduleformer/math
+
+Without the loss: --aux_weights={}. The paper's weight is 0.001.
 """
 model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'
@@ -10,7 +15,7 @@ aux_weights = dict(concentration=0.01)
 
 epochs = 2
 batch_size = 32
-learning_rate = 5e-4            # for every method
+learning_rate = 5e-4            # the same for every method
 min_lr = 5e-5
 warmup_iters = 20
 weight_decay = 0.01

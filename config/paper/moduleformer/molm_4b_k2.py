@@ -1,7 +1,8 @@
-"""MoLM-4B-K2 of the paper's Tables 1 and 6: 4.14B parameters, 366M active. The paper trained it on the Pile (360B tokens, the
-Codegen tokenizer) with 48 A100s; here it is built on the meta device, to be counted and planned:
+"""MoLM-4B-K2 of the paper's Tables 1 and 6: 4.14B parameters, 366M of them active. The paper
+trained it on the Pile (360B tokens, the Codegen tokenizer) with 48 A100s. This command counts its
+parameters without allocating them:
 
-python train.py config/paper/moduleformer/molm_4b_k2.py --max_iters=0
+    python train.py config/paper/moduleformer/molm_4b_k2.py --max_iters=0
 """
 model = 'moduleformer'
 data = 'pile'
@@ -16,11 +17,11 @@ n_head = 1
 n_ffd = 32
 d_ffd = 2048
 top_k = 2
-d_router = 256                  # not given in the paper; from its count of trainable parameters
+d_router = 256                  # not given in the paper; gives its count of trainable parameters
 identity_kv = True              # "in the case of D_att equal to D_emb"
 aux_weights = dict(mi=0.01)     # not given in the paper
 
-stream = True                   # the previous segment's keys and values make the context 1,024
+stream = True                   # with the previous segment's keys and values: a context of 1,024
 memory = 512
 batch_size = 64                 # 64 x 96 x 512 tokens = 3.1M
 gradient_accumulation_steps = 96

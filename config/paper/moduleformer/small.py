@@ -1,6 +1,7 @@
-"""A ModuleFormer small enough for one GPU and an afternoon; its sizes are ours (the paper's smallest has 4B parameters).
+"""A ModuleFormer small enough for one GPU: ten minutes on a shared H200. Its sizes are ours; the
+paper's smallest model has 4B parameters.
 
-python prepare.py babylm && python train.py config/paper/moduleformer/small.py
+    python prepare.py babylm && python train.py config/paper/moduleformer/small.py
 """
 model = 'moduleformer'
 data = 'babylm'
@@ -17,7 +18,7 @@ d_ffd = 768
 top_k = 2
 aux_weights = dict(mi=0.01)
 
-stride = 128                    # as config/paper/moep.py reads it
+stride = 128                    # as in config/paper/moep.py
 epoch_words = 10e6
 epochs = 4                      # 60M tokens
 batch_size = 32
@@ -25,7 +26,7 @@ learning_rate = 1e-3
 min_lr = 1e-4
 schedule = 'cosine'
 warmup_iters = 400
-weight_decay = 0.01             # the paper's
+weight_decay = 0.01             # as in the paper
 seed = 42
 eval_interval = 1000
 save_interval = 1000

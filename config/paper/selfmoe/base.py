@@ -1,7 +1,8 @@
-"""The base model of the comparison on real text in docs/selfmoe.md: 31.6M parameters, TinyStories. The paper starts from
-trained models of 1.3B to 8B instead (Mistral-7B, Llama-3-8B, Phi-3-mini, deepseek-coder); everything here is ours.
+"""The base model for the comparison on real text in docs/selfmoe.md: 31.6M parameters, TinyStories.
+All its settings are ours: the paper starts from trained models of 1.3B to 8B parameters
+(Mistral-7B, Llama-3-8B, Phi-3-mini, deepseek-coder).
 
-python prepare.py tinystories && python train.py config/paper/selfmoe/base.py
+    python prepare.py tinystories && python train.py config/paper/selfmoe/base.py
 """
 model = 'selfmoe'
 data = 'tinystories'

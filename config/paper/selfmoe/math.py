@@ -1,8 +1,14 @@
-"""Tables 1, 3 and 5 at our size: the base model with gates, fine-tuned on worked math problems.
+"""Tables 1, 3 and 5 at our size: gates around the layers of the base model, fine-tuned on worked
+math problems. The comments give the paper's own settings.
 
-after base.py: python prepare.py openmath && python train.py config/paper/selfmoe/math.py
-Other rows: --surgery_args="dict(kind='none')" (vector, scalar), --surgery=upcycle --surgery_args="dict(n=2, k=2)",
-each with its own --out_dir. The paper's own settings stand in the comments.
+After base.py:
+
+    python prepare.py openmath && python train.py config/paper/selfmoe/math.py
+
+The other rows, each with an --out_dir of its own:
+
+    --surgery_args="dict(kind='none')"                         # or vector, scalar
+    --surgery=upcycle --surgery_args="dict(n=2, k=2)"
 """
 model = 'selfmoe'
 init_from = 'out/paper/selfmoe/base'

@@ -1,6 +1,6 @@
-"""The 100M member of the family of section 3; its sizes are ours (the paper gives none).
+"""The 100M member of section 3's family. Its sizes are ours: the paper gives none.
 
-python prepare.py simplewiki && python train.py config/paper/stlm/baseline_100m.py
+    python prepare.py simplewiki && python train.py config/paper/stlm/baseline_100m.py
 """
 model = 'stlm'
 data = 'simplewiki'

@@ -1,6 +1,7 @@
-"""Section 5.2: the byte-level model with pooled chunks; each byte also sees the earlier ones of its chunk.
+"""Section 5.2: the byte-level model. Each byte also sees the earlier bytes of its chunk.
 
-python prepare.py simplewiki --name simplewiki_chunks --chunks && python train.py config/paper/stlm/bytes_causal.py
+    python prepare.py simplewiki --name simplewiki_chunks --chunks
+    python train.py config/paper/stlm/bytes_causal.py
 """
 model = 'stlm'
 data = 'simplewiki_chunks'
@@ -13,7 +14,7 @@ byte_layer = 2
 byte_head = 4                   # ours
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

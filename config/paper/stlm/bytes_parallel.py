@@ -1,6 +1,7 @@
-"""Section 5.2: the byte-level model with pooled chunks; all bytes of a chunk at once, as the paper has it.
+"""Section 5.2: the byte-level model with the paper's decoder: all bytes of a chunk at once.
 
-python prepare.py simplewiki --name simplewiki_chunks --chunks && python train.py config/paper/stlm/bytes_parallel.py
+    python prepare.py simplewiki --name simplewiki_chunks --chunks
+    python train.py config/paper/stlm/bytes_parallel.py
 """
 model = 'stlm'
 data = 'simplewiki_chunks'
@@ -13,7 +14,7 @@ byte_layer = 2
 byte_head = 4                   # ours
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -1,6 +1,6 @@
-"""Section 5.1: the baseline with one FFN for all layers (as MobiLlama).
+"""Section 5.1: the baseline with one FFN shared by all layers, as in MobiLlama.
 
-python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn.py
+    python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn.py
 """
 model = 'stlm'
 data = 'simplewiki'
@@ -8,7 +8,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -1,6 +1,6 @@
-"""Section 5.1: one FFN for all layers, and a low-rank adapter of its own in each.
+"""Section 5.1: one FFN shared by all layers, with a low-rank adapter for each.
 
-python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn_lora.py
+    python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn_lora.py
 """
 model = 'stlm'
 data = 'simplewiki'
@@ -8,7 +8,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; makes the count 55.9M
+n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -1,9 +1,9 @@
-"""Parallel_Gumb_MoE_2 of Table 7, first phase: TinyStories only, all weights fresh.
+"""Parallel_Gumb_MoE_2 of Table 7, first phase: TinyStories only, from random weights.
 
-python prepare.py tinystories && python train.py config/paper/papaformer/stories/gumbel2.py
+    python prepare.py tinystories && python train.py config/paper/papaformer/stories/gumbel2.py
 """
 model = 'papaformer'
-data = 'tinystories'             # GPT-2's tokenizer
+data = 'tinystories'            # GPT-2's tokenizer
 
 block_size = 256
 n_layer = 2
@@ -13,10 +13,10 @@ n_parallel = 3
 path_embd = [128, 128]
 path_head = [4, 4]
 connection = 'gumbel2'
-aux_form = 'intended'           # the paper's text; its printed Eq. 8 and 9 have the other sign
+aux_form = 'intended'           # as the text says; Eq. 8 and 9 as printed have the opposite sign
 aux_weights = dict(entropy=0.01, load=0.01)
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

@@ -1,9 +1,9 @@
 """LLaMA_256 of Table 7, first phase: TinyStories only.
 
-python prepare.py tinystories && python train.py config/paper/papaformer/stories/llama_256.py
+    python prepare.py tinystories && python train.py config/paper/papaformer/stories/llama_256.py
 """
 model = 'papaformer'
-data = 'tinystories'             # GPT-2's tokenizer
+data = 'tinystories'            # GPT-2's tokenizer
 
 block_size = 256
 n_layer = 8
@@ -11,7 +11,7 @@ n_head = 8
 n_embd = 256
 n_parallel = 0
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

@@ -1,9 +1,9 @@
-"""Parallel_Share_Linear of Table 7, first phase: TinyStories only, all weights fresh.
+"""Parallel_Share_Linear of Table 7, first phase: TinyStories only, from random weights.
 
-python prepare.py tinystories && python train.py config/paper/papaformer/stories/share.py
+    python prepare.py tinystories && python train.py config/paper/papaformer/stories/share.py
 """
 model = 'papaformer'
-data = 'tinystories'             # GPT-2's tokenizer
+data = 'tinystories'            # GPT-2's tokenizer
 
 block_size = 256
 n_layer = 2
@@ -14,7 +14,7 @@ path_embd = [128, 128]
 path_head = [4, 4]
 connection = 'share'
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

@@ -1,15 +1,18 @@
-"""Parallel_Gumb_MoE_2 of Table 7, second phase: Path_1 and Path_2 composed, trained on the other 40% of both.
+"""Parallel_Gumb_MoE_2 of Table 7, second phase: Path_1 and Path_2 composed, then trained on the
+other 40% of both data sets.
 
-after path_1.py and path_2.py: python train.py config/paper/papaformer/stories_math/gumbel2.py
+After path_1.py and path_2.py:
+
+    python train.py config/paper/papaformer/stories_math/gumbel2.py
 """
 model = 'papaformer'
-data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}    # what the paths have not seen
+data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}    # what the paths have not read
 init_from = ['out/paper/papaformer/stories_math/path_1', 'out/paper/papaformer/stories_math/path_2']
 surgery = 'compose'
 surgery_args = dict(connection='gumbel2')
 aux_weights = dict(entropy=0.01, load=0.01)
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

@@ -1,10 +1,12 @@
-"""LLaMA_256 of Table 7, second phase: TinyStories and math problems (the paper: 20% of OpenMathInstruct-1).
+"""LLaMA_256 of Table 7, second phase: TinyStories and math (the paper: 20% of OpenMathInstruct-1).
 
-python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json &&
-python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json && python train.py config/paper/papaformer/stories_math/llama_256.py
+    python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json
+    python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json
+    python train.py config/paper/papaformer/stories_math/llama_256.py
 """
 model = 'papaformer'
-data = {'tinystories_neox': (0.0, 1.0), 'openmath_neox': (0.0, 1.0)}    # (0.0, 0.2) for 20% of OpenMathInstruct-1
+# with all of OpenMathInstruct-1: 'openmath_neox': (0.0, 0.2), the paper's 20%
+data = {'tinystories_neox': (0.0, 1.0), 'openmath_neox': (0.0, 1.0)}
 
 block_size = 256
 n_layer = 8
@@ -12,7 +14,7 @@ n_head = 8
 n_embd = 256
 n_parallel = 0
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

@@ -1,6 +1,7 @@
 """Path_1 of Table 7, second phase: 60% of TinyStories.
 
-python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json && python train.py config/paper/papaformer/stories_math/path_1.py
+    python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json
+    python train.py config/paper/papaformer/stories_math/path_1.py
 """
 model = 'papaformer'
 data = {'tinystories_neox': (0.0, 0.6)}
@@ -11,7 +12,7 @@ n_head = 4
 n_embd = 128
 n_parallel = 0
 
-epochs = 6                      # of 3M tokens a set; the paper: 2, of far more
+epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
 gradient_accumulation_steps = 1 # the paper: 8
 learning_rate = 5e-4

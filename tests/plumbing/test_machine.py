@@ -1,4 +1,4 @@
-"""Replay's bookkeeping, with a recorder in place of CUDA's; tests/test_gpu.py has the real one."""
+"""Precision, and Replay's bookkeeping with a recorder in place of CUDA's (test_gpu.py has the real one)."""
 
 import contextlib
 import types
@@ -6,15 +6,24 @@ import types
 import pytest
 import torch
 
-from machine import Machine, Replay
+from plumbing.cli import UserError
+from plumbing.machine import Machine, Replay
 
 
 def test_precision():
     x = torch.ones(2, 2)
-    for dtype, expected in (('auto', torch.float32), ('float32', torch.float32), ('bfloat16', torch.bfloat16)):
+    for dtype, expected in dict(auto=torch.float32, float32=torch.float32, bfloat16=torch.bfloat16).items():
         machine = Machine('cpu', dtype)
         with machine.autocast():
             assert machine.dtype == (x @ x).dtype == expected
+    with pytest.raises(UserError, match="dtype is 'float16'; it can be auto, bfloat16 or float32"):
+        Machine('cpu', 'float16')
+
+
+def test_only_the_first_process_speaks(capsys):
+    for rank in (0, 1):
+        Machine.say(types.SimpleNamespace(rank=rank), f'from {rank}')
+    assert capsys.readouterr().out == 'from 0\n'
 
 
 class FakeGraph:
@@ -40,10 +49,13 @@ def cuda(monkeypatch):
             FakeGraph.recording = None
     FakeGraph.pools, FakeGraph.recording = [], None
     generator = types.SimpleNamespace(graphsafe_set_state=lambda state: None)
-    for name, value in dict(CUDAGraph=FakeGraph, graph=graph, current_stream=lambda: None, get_rng_state=torch.get_rng_state,
-                            set_rng_state=torch.set_rng_state, default_generators=[generator]).items():
+    fakes = dict(CUDAGraph=FakeGraph, graph=graph, current_stream=lambda: None,
+                 default_generators=[generator],
+                 get_rng_state=torch.get_rng_state, set_rng_state=torch.set_rng_state)
+    for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
-    monkeypatch.setattr(torch, 'Generator', lambda device: types.SimpleNamespace(graphsafe_get_state=lambda: None))
+    new = types.SimpleNamespace(graphsafe_get_state=lambda: None)
+    monkeypatch.setattr(torch, 'Generator', lambda device: new)
     return types.SimpleNamespace(device=torch.device('cpu'), cuda=True, world=1)
 
 
@@ -74,8 +86,10 @@ def test_replay_counts_shapes_copies_inputs_and_shares_memory(cuda):
         given.append(torch.full((2 + it % 2,), float(it)))
         total += given[-1].sum().item()
         sums.append((replay(given[-1]).item(), total))
-    assert all(a == b for a, b in sums) and all((x == it).all() for it, x in enumerate(given)), 'what is handed in is left alone'
-    assert len(calls) == 2 * 4 and FakeGraph.pools == [None, 'pool']     # of both shapes three plain calls and one recording
+    assert all(a == b for a, b in sums)
+    assert all((x == it).all() for it, x in enumerate(given)), 'what is handed in is left alone'
+    assert len(calls) == 2 * 4                           # of both shapes three plain calls and one recording
+    assert FakeGraph.pools == [None, 'pool']
 
 
 @pytest.mark.parametrize('changes', [dict(cuda=False), dict(world=2), dict(wanted=False)])

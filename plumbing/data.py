@@ -1,0 +1,264 @@
+"""
+Token bins -> batches: which chunks a run reads and in which order, and the windows it is validated on.
+
+The bins are small (uint16), so they are held whole on the device that trains; a batch is one indexing
+operation. Nothing here knows a model.
+"""
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plumbing.cli import UserError
+from plumbing.tokenizer import load_meta, load_tokenizer
+
+
+def load_bin(folder, split):
+    """A split's token ids, as a read-only memory map."""
+    path = Path(folder) / f'{split}.bin'
+    expected = 2 * load_meta(folder)['splits'][split]['tokens']
+    found = path.stat().st_size if path.is_file() else 0
+    if found != expected:
+        raise UserError(f'{path}: expected {expected:,} bytes, found {found:,}; '
+                        f'delete {folder}, run prepare.py again')
+    return np.memmap(path, dtype=np.uint16, mode='r')
+
+
+def as_tensor(tokens, device):
+    """uint16 ids as an int16 tensor of the same bits, which every device can index."""
+    return torch.from_numpy(np.asarray(tokens).view(np.int16).copy()).to(device)
+
+
+def tokens_at(tokens, positions):
+    return tokens[positions].long() & 0xFFFF
+
+
+def named_sets(s):
+    """{data set: (from, to, passes per epoch)} to train on, and the names of those to score."""
+    if isinstance(s.data, str) and ',' in s.data:
+        several = dict.fromkeys(s.data.split(','), (0.0, 1.0))
+        raise UserError(f'several data sets are a dict: --data="{several}"')
+    ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
+    if not ranges:
+        raise UserError('data names no data set')
+    for name, span in ranges.items():
+        numbers = isinstance(span, (tuple, list)) and all(isinstance(v, (int, float)) for v in span)
+        if not (numbers and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
+            raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), '
+                            'with 0 <= from < to <= 1')
+    scored = [s.eval_data] if isinstance(s.eval_data, str) else s.eval_data or list(ranges)
+    return {name: (*span, 1.0)[:3] for name, span in ranges.items()}, scored
+
+
+class Corpus:
+    """The prepared data sets of a run, trained on or only scored: counts, val tokens, tokenizer."""
+
+    def __init__(self, s, machine):
+        self.s = s
+        self.machine = machine
+        self.ranges, self.scored = named_sets(s)
+        self.folders = {name: Path(s.data_dir, str(name)) for name in [*self.ranges, *self.scored]}
+        self.metas = {name: load_meta(folder) for name, folder in self.folders.items()}
+        first = next(iter(self.ranges))
+        meta = self.metas[first]
+        self.folder = self.folders[first]
+        self.hash = meta['tokenizer']['hash']
+        self.slots = meta.get('slots', 1)                # of a chunk of bytes; a token is one
+        self.pad = meta.get('pad', -1)
+        for name, other in self.metas.items():
+            if other['tokenizer']['hash'] != self.hash:
+                raise UserError(f'{first} and {name} have different tokenizers; '
+                                f'prepare {name} again with --tokenizer {self.folder}')
+        self.tokenizer = load_tokenizer(self.folder)
+        self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
+        self.val = {}
+        for name, folder in self.folders.items():
+            self.val[name] = as_tensor(load_bin(folder, 'val'), machine.device)
+
+    def val_batches(self, name, seq_len, rank=0, world=1):
+        s = self.s
+        return val_batches(self.val[name], seq_len, s.batch_size, self.pad, s.eval_tokens, rank, world)
+
+    def calibration(self, seq_len):
+        """The first batches of the val sets of `data`, for a surgery that has to look at some."""
+        batches = []
+        for name in self.ranges:
+            batches += itertools.islice(self.val_batches(name, seq_len), self.s.surgery_batches)
+        return batches
+
+
+class Data:
+    """The training tokens of all data sets end to end, and the order in which chunks of them are read.
+    A chunk never crosses from one set into another. The order is a function of (seed, epoch); only
+    the place in it is state. With `stream` the chunks stay in the order of the text, and row r of
+    the batch reads the r-th part of them."""
+
+    def __init__(self, s, corpus, seq_len, machine, slots=None):
+        self.s = s
+        self.T = seq_len
+        self.slots = corpus.slots
+        self.pad = corpus.pad
+        self.stride = s.stride or seq_len
+        self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step
+        if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
+            holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
+            raise UserError(f'{corpus.folder} holds {holds}, but the model reads {reads}')
+        if seq_len % self.slots or self.stride % self.slots:
+            raise UserError(f'seq_len and stride must be multiples of {self.slots}, '
+                            'the slots of a chunk of bytes')
+        self.sets = []                                   # (begin, end, passes, words per token)
+        parts = []
+        begin = 0
+        for name, (low, high, passes) in corpus.ranges.items():
+            tokens = self.read_range(corpus, name, low, high)
+            count = corpus.metas[name]['splits']['train']
+            end = begin + len(tokens)
+            if len(tokens) < seq_len + self.stride:     # an epoch's offset may take away stride - 1
+                raise UserError(f'{name} has {len(tokens)} tokens in its range: '
+                                f'too few for a seq_len of {seq_len}')
+            self.sets.append((begin, end, passes, count['words'] / count['tokens']))
+            parts.append(tokens)
+            begin = end
+        self.tokens = as_tensor(np.concatenate(parts), machine.device)
+        self.epoch = 0
+        self.position = 0                                # in the order of this epoch
+        self.words = 0.0
+        self.starts = self.order(0)
+
+    def read_range(self, corpus, name, low, high):
+        """The part of a data set from fraction `low` to `high`, cut at ends of documents."""
+        tokens = load_bin(corpus.folders[name], 'train')
+        ends = np.flatnonzero(tokens == corpus.tokenizer.eot) + self.slots
+        at = {0: 0, 1: len(tokens)}
+        for fraction in (low, high):
+            if fraction not in at:
+                at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
+        return tokens[at[low]:at[high]]
+
+    def order(self, epoch):
+        """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""
+        rng = np.random.default_rng([self.s.seed, epoch])
+        starts = []
+        for begin, end, passes, _ in self.sets:
+            while passes > 0:
+                offset = rng.integers(self.stride // self.slots) * self.slots
+                chunks = np.arange(begin + offset, end - self.T, self.stride)
+                if not self.s.stream:
+                    chunks = rng.permutation(chunks)
+                starts.append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
+                passes -= 1
+        starts = np.concatenate(starts)
+        if self.s.stream:
+            steps = len(starts) // self.rows
+            if steps == 0:
+                raise UserError(f'{len(starts)} chunks of {self.T} tokens '
+                                f'are too few for {self.rows} streams')
+            return starts[:steps * self.rows].reshape(self.rows, steps).T.flatten()
+        starts = rng.permutation(starts)
+        if self.s.epoch_words:
+            starts = starts[:np.searchsorted(self.words_in(starts).cumsum(), self.s.epoch_words) + 1]
+        return starts
+
+    def words_in(self, starts):
+        """Words per chunk, at its data set's mean number of words per token."""
+        begins = [begin for begin, _, _, _ in self.sets]
+        density = np.array([words for _, _, _, words in self.sets])
+        return density[np.searchsorted(begins, starts, 'right') - 1] * self.T
+
+    def count_chunks(self, epochs):
+        lengths = [len(self.order(e)) for e in range(math.ceil(epochs))]
+        return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
+
+    def take(self, n):
+        """The starts of the next n chunks; a batch may run on into the next epoch."""
+        taken = []
+        while n > 0:
+            if self.position >= len(self.starts):
+                self.epoch += 1
+                self.position = 0
+                self.starts = self.order(self.epoch)
+            taken.append(self.starts[self.position:self.position + n])
+            self.position += len(taken[-1])
+            n -= len(taken[-1])
+        taken = np.concatenate(taken)
+        self.words += float(self.words_in(taken).sum())
+        return taken
+
+    def next_starts(self):
+        """The chunks of the next step, on the device."""
+        return torch.from_numpy(self.take(self.rows)).to(self.tokens.device)
+
+    def batch(self, starts):
+        """-> x, y of (B, T): y is x shifted by one, with -1 where nothing is to be predicted."""
+        starts = torch.as_tensor(starts, device=self.tokens.device)
+        chunk = tokens_at(self.tokens, starts[:, None] + torch.arange(self.T + 1, device=starts.device))
+        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        return x, y.masked_fill(y == self.pad, -1)
+
+    def at_a_seam(self):
+        """Whether the next chunk starts an epoch, so that no text came before it."""
+        return self.position in (0, len(self.starts))
+
+    def state(self):
+        return dict(epoch=self.epoch, position=self.position, words=self.words)
+
+    def load_state(self, state):
+        self.epoch, self.position, self.words = state['epoch'], state['position'], state['words']
+        self.starts = self.order(self.epoch)
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+
+def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):
+    """Windows of seq_len targets that cover every token but the first exactly once, or the first
+    eval_tokens; this process's share of them."""
+    device = tokens.device
+    starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
+    if eval_tokens:
+        starts = starts[:max(1, eval_tokens // seq_len)]
+    starts = starts[rank::world]
+    for some in starts.split(batch_size) if len(starts) else ():
+        positions = some[:, None] + torch.arange(seq_len + 1, device=device)
+        chunk = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
+        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        yield x, y.masked_fill((positions[:, 1:] >= len(tokens)) | (y == pad), -1)
+
+
+@torch.no_grad()
+def score_batches(model, batches, token_lengths, machine):
+    """Loss per token, perplexity, and bits per byte: the cost of all tokens, end-of-text included, over
+    the bytes of the text."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)           # nats, targets, bytes
+    for x, y in batches:
+        with machine.autocast():
+            nats = model(x, y, reduction='none')[1]
+        y = y.cpu()
+        scored = y >= 0
+        cost = nats.float().cpu().double().sum()
+        sums += torch.stack((cost, scored.sum(), token_lengths[y[scored]].sum()))
+    nats, targets, n_bytes = machine.sum(sums.to(machine.device) if machine.cuda else sums).tolist()
+    model.train()
+    loss = nats / targets
+    return dict(loss=loss, perplexity=math.exp(min(loss, 700)),
+                bits_per_byte=nats / math.log(2) / max(n_bytes, 1))
+
+
+@torch.no_grad()
+def route_shares(model, x, machine):
+    """{layer: the share of the routed slots that went to each choice}. Where every choice gets something
+    from every token, the share of the gates."""
+    model.eval()
+    with machine.autocast():
+        routes = model.routes(x)
+    model.train()
+    shares = {}
+    for name, gate in routes.items():
+        taken = gate if gate.all() else gate != 0
+        count = taken.flatten(0, 1).sum(0).cpu().double()
+        shares[name] = [round(v, 4) for v in (count / count.sum()).tolist()]
+    return shares

@@ -1,0 +1,140 @@
+"""
+The machine a script runs on: device, precision, the processes that torchrun started, CUDA graphs.
+"""
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from plumbing.cli import UserError
+
+
+class Machine:
+    """The device and precision of this process, and its place among the processes of the run."""
+
+    def __init__(self, device='auto', dtype='auto'):
+        self.rank = int(os.environ.get('RANK', 0))
+        self.world = int(os.environ.get('WORLD_SIZE', 1))
+        self.device = find_device(device)
+        self.cuda = self.device.type == 'cuda'
+        if dtype not in ('auto', 'bfloat16', 'float32'):
+            raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
+        if dtype == 'auto':
+            dtype = 'bfloat16' if self.cuda else 'float32'
+        self.dtype = getattr(torch, dtype)
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot record a CUDA graph
+            torch.set_float32_matmul_precision('high')
+        if self.world > 1:
+            dist.init_process_group('nccl' if self.cuda else 'gloo')
+
+    def say(self, text):
+        """Print on the first process, above the progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, x):
+        """Over all processes."""
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def wait(self):
+        """Until all processes are here."""
+        self.sum(torch.zeros(1, device=self.device))
+
+    def gather(self, item):
+        """Every process's item, in a list, on the first process."""
+        items = [item] * self.world
+        if self.world > 1:
+            dist.gather_object(item, items if self.rank == 0 else None)
+        return items
+
+    def close(self):
+        if self.world > 1:
+            if not self.cuda:                            # gloo's threads can kill a process that ends early
+                dist.barrier()
+            dist.destroy_process_group()
+
+    def random_state(self):
+        generator = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
+        return dict(cpu=torch.get_rng_state(), device=generator.get_rng_state() if generator else None)
+
+    def set_random_state(self, state):
+        torch.set_rng_state(state['cpu'])
+        generator = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
+        if generator and state['device'] is not None:
+            generator.set_rng_state(state['device'])
+
+
+def find_device(name):
+    kind = name
+    if kind == 'auto':
+        kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
+        kind = 'cuda' if torch.cuda.is_available() else kind
+    try:
+        index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
+        device = torch.device(kind, index)
+        torch.zeros(1, device=device)
+        return device
+    except Exception:
+        raise UserError(f"device '{name}' is not on this machine; it can be auto, cuda, mps or cpu "
+                        '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)') from None
+
+
+class Replay:
+    """A training step fn(*tensors) as one CUDA graph. A small model spends most of a step waiting for the
+    host to launch some thousand kernels one by one; a graph launches them as a whole.
+
+    The fourth call with the same shapes records the kernels, later calls replay them. Python runs only
+    before and while recording, so what changes between calls must live in tensors that stay: inputs,
+    weights, the optimiser's state and learning rate. The results are the same tensors every time: read
+    them before the next call. Where a graph is not wanted or not possible, this is just fn."""
+
+    def __init__(self, fn, machine, wanted=True):
+        self.fn = fn
+        self.device = machine.device
+        self.calls = {}                                  # {shapes: plain calls so far}
+        self.found = {}                                  # {shapes: what was recorded}
+        self.plain_calls = 3 if wanted and machine.cuda and machine.world == 1 else math.inf
+        self.pool = None                        # the graphs of all shapes share their memory
+
+    def __call__(self, *inputs):
+        shapes = tuple(x.shape for x in inputs)
+        calls = self.calls.get(shapes, 0)
+        self.calls[shapes] = calls + 1
+        if calls == self.plain_calls:
+            self.record(shapes, inputs)
+        if shapes not in self.found:    # the first calls compile, and allocate AdamW's state
+            return self.fn(*inputs)
+        graph, held, result = self.found[shapes]
+        for mine, new in zip(held, inputs):
+            mine.copy_(new)
+        graph.replay()
+        return result
+
+    def record(self, shapes, inputs):
+        graph = torch.cuda.CUDAGraph()
+        held = [x.clone() for x in inputs]
+        random = torch.cuda.get_rng_state()
+        try:
+            with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream()):
+                result = self.fn(*held)                  # recorded, not computed yet
+            self.pool = graph.pool()
+            self.found[shapes] = (graph, held, result)
+        except RuntimeError as e:                        # such as a model that reads a number back
+            reason = str(e.__context__ or e).splitlines()[0]
+            tqdm.write(f'graph     not possible, plain steps instead ({reason})')
+            self.found = {}
+            self.plain_calls = math.inf
+            # The random generator still belongs to the graph. Give it a state of its own.
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
+            torch.cuda.set_rng_state(random)

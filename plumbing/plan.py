@@ -1,0 +1,125 @@
+"""What train.py prints before and after a run, and the checks that come before anything is written."""
+
+import torch
+
+from plumbing.cli import UserError, short
+from plumbing.settings import make_config
+
+
+def sketch(module, model_keys):
+    """A model without weights, to be counted: it needs no memory, whatever its size."""
+    with torch.device('meta'):
+        return module.Model(make_config(module, model_keys))
+
+
+def only_counted(module, model_keys, s, machine, reason=None):
+    """--max_iters=0 without data (for this reason), or for a model too large to build: print its size
+    and return True."""
+    if s.max_iters != 0 or s.init_from:
+        return False
+    model = sketch(module, model_keys)
+    if not reason and model.count_params()[0] <= 1e9:
+        return False
+    show_size(model, s, machine)
+    machine.say(f'data      {reason}' if reason else 'plan      a model of this size is counted, not built')
+    return True
+
+
+def check_vocabulary(model_keys, corpus):
+    """The model's vocabulary is the tokenizer's, unless the config names a larger one."""
+    vocab = corpus.tokenizer.n_vocab
+    size = model_keys.setdefault('vocab_size', vocab)
+    if size < vocab or corpus.slots > 1 and size != vocab:  # the byte-level symbols are counted from the end
+        hint = ''
+        if model_keys.get('byte_limit') and corpus.slots == 1:
+            hint = '; a byte-level model reads what prepare.py --chunks writes'
+        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
+                        f'has {vocab} entries{hint}')
+
+
+def show_size(model, s, machine):
+    total, active = model.count_params()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    text = f'model     {s.model}: {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active per token'
+    if trained < sum(p.numel() for p in model.parameters()):
+        text += f', {trained / 1e6:.2f}M trained'
+    machine.say(text)
+
+
+def show_plan(model, s, corpus, data, machine, steps):
+    show_size(model, s, machine)
+    for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
+        times = '' if passes == 1 else f', seen {passes:g} times per epoch'
+        machine.say(f'data      {name}: {short(end - begin)} tokens{times}, '
+                    f'{short(len(corpus.val[name]))} for validation')
+    for name in corpus.scored:
+        if name not in corpus.ranges:
+            machine.say(f'data      {name}: {short(len(corpus.val[name]))} tokens, for validation only')
+    chunks, tokens = 'chunks', 'tokens'
+    if data.slots > 1:                                   # of chunks of bytes
+        chunks, tokens = 'windows', 'slots'
+    processes = 'process' if machine.world == 1 else 'processes'
+    per_step = data.rows * data.T
+    machine.say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} '
+                f'x {s.gradient_accumulation_steps} accumulated '
+                f'x {machine.world} {processes} = {per_step:,} {tokens}')
+    machine.say(f'plan      {steps:,} steps, {short(steps * per_step)} {tokens}, '
+                f'{steps * data.rows / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
+    machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+
+
+def check_model(model, s, data, machine):
+    """One forward pass on zeros, so that what does not fit is told before anything is written. The
+    model's buffers are put back: a router may keep its load there."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()
+    idx = torch.zeros(1, data.T, dtype=torch.long, device=machine.device)
+    try:
+        with machine.autocast():
+            aux = model(idx)[2]
+    except ValueError as e:
+        raise UserError(f'{s.model} with a seq_len of {data.T}: {e}') from None
+    if s.memory:                                # cached keys keep the positions they were made with
+        try:
+            with torch.no_grad(), machine.autocast():
+                model(idx.new_zeros(1, model.config.block_size + 1))
+        except ValueError:
+            raise UserError(f'memory needs a model without positions, as moduleformer: '
+                            f'{s.model} cannot read on without end') from None
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
+        raise UserError('dropout_schedule needs a model that has set_dropout, and a dropout of more than 0')
+    for name, value in aux.items():
+        if not (isinstance(value, torch.Tensor) and value.dim() == 0):
+            raise UserError(f"{s.model}.py: the auxiliary value '{name}' should be a tensor of one number")
+    for name in s.aux_weights:
+        if name not in aux:
+            returned = ', '.join(aux) or 'no auxiliary loss'
+            raise UserError(f"aux_weights names '{name}', but {s.model} returns {returned}")
+        if not aux[name].requires_grad:
+            machine.say(f"note      aux_weights names '{name}', which no weight that trains can change: "
+                        'it is only logged')
+
+
+def show_sample(model, s, corpus, machine):
+    """A sample of text, and what to do next."""
+    if machine.rank > 0:
+        return
+    model.eval()
+    start = torch.tensor([[corpus.tokenizer.eot]], device=machine.device)
+    with machine.autocast():
+        ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
+        routed = bool(model.routes(start))
+    machine.say(f'\nsample\n{corpus.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
+    hints = {f'python sample.py {s.out_dir}': 'more text'}
+    if routed:
+        hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the way each token took'}
+    if all('math' in name for name in corpus.scored):
+        hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
+    else:
+        hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'
+    hints['python train.py --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
+    width = max(map(len, hints))
+    for command, what in hints.items():
+        machine.say(f'  {command:{width}}   # {what}')

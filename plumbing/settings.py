@@ -1,0 +1,270 @@
+"""
+The settings of a training run: every key with its comment, config files, and --key=value.
+
+A config is a file of plain assignments. It is not executed: a value is an expression of literals,
+dict(...) and arithmetic. Every key must be a field of Settings or of the model's own Config, and of
+that field's type.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+import re
+import sys
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from plumbing.cli import UserError
+
+ROOT = Path(__file__).resolve().parent.parent            # where the model files lie
+SCHEDULES = ('cosine', 'linear', 'constant')
+DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'triangle')
+
+
+@dataclass
+class Settings:
+    model: str = 'moep'                    # the model file, without .py
+    out_dir: str = ''                      # the run's folder; out/<name of the config> if not given
+    seed: int = 42                         # for weights, dropout and the order of the data
+    # what is read
+    data: str | dict = 'toy_stories'       # a folder of data_dir, or {folder: (from, to[, passes per epoch])}
+    data_dir: str = 'data'                 # where prepare.py put them
+    seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
+    stride: int | None = None              # tokens between the starts of chunks; seq_len if not given
+    stream: bool = False                   # no shuffling: each row of the batch reads on where it stopped
+    memory: int = 0                        # with stream: so many past keys and values extend the context
+    epoch_words: float | None = None       # an epoch ends after so many words; if not given, after all chunks
+    # how long
+    epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut
+    max_iters: int | None = None           # steps, instead of epochs; 0: print the plan and stop
+    batch_size: int = 16                   # chunks per micro-batch
+    gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
+    # optimiser
+    learning_rate: float = 1e-3            # of AdamW, at its highest
+    min_lr: float = 0.0                    # where cosine and linear end
+    schedule: str = 'cosine'               # cosine | linear | constant, all after the warm-up
+    warmup_iters: int = 0                  # steps of linear warm-up
+    warmup_lr: float = 0.0                 # the rate that the warm-up starts from
+    weight_decay: float = 0.1              # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
+    dropout_schedule: str = 'constant'     # constant | early | late | linear | triangle, if the model can
+    dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
+    aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
+    # what is written
+    log_interval: int = 10                 # steps between lines of the log
+    eval_interval: int = 500               # steps between evaluations (also at the start and at the end)
+    eval_data: str | list | None = None    # folders whose val.bin is scored; those of data if not given
+    eval_tokens: int | None = None         # score at most so many val tokens per data set; all if not given
+    save_interval: int = 500               # steps between checkpoints
+    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these numbers of words
+    sample_tokens: int = 120               # length of the text sample at the end
+    # how it starts
+    resume: bool = False                   # go on from out_dir's checkpoint (or start, if there is none yet)
+    overwrite: bool = False                # start anew although out_dir holds a run
+    init_from: str | list | None = None    # start from this run's weights; a list for a surgery of several
+    surgery: str | None = None             # a function of the model's file, or of lora.py, that rebuilds it
+    surgery_args: dict = field(default_factory=dict)
+    surgery_batches: int = 8               # batches of val.bin for a surgery that asks for `batches`
+    # the machine
+    device: str = 'auto'                   # cuda, mps or cpu, whichever is there
+    dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
+    compile: bool | None = None            # torch.compile; if not given, on cuda from 200 steps on
+    graph: bool = True                     # a step as one CUDA graph, where that is possible
+
+
+# ---- From the command line to Settings ----------------------------------------------------------
+
+
+def read_settings(argv, usage=''):
+    """-> Settings, the model's module, and the keys given for the model's own Config."""
+    asked_for_help = '-h' in argv or '--help' in argv
+    values = read_command([arg for arg in argv if arg not in ('-h', '--help')])
+    module = import_model(values.get('model', Settings.model))
+    if asked_for_help:
+        print_help(usage, Settings, module.Config)
+        sys.exit(0)
+    given, model_keys = sort_keys(values, Settings, module.Config)
+    s = Settings(**given)
+    s.out_dir = s.out_dir or f'out/{s.model}'
+    check_ranges(s)
+    return s, module, model_keys
+
+
+def print_help(usage, *owners):
+    """The fields as they stand in the source, comments included."""
+    print(usage.strip())
+    for owner in owners:
+        print(f'\n{owner.__name__}, in {Path(inspect.getsourcefile(owner)).relative_to(ROOT).as_posix()}:')
+        for line in inspect.getsource(owner).splitlines():
+            if re.match(r'    (\w+: |#)', line):
+                print(line)
+
+
+def check_ranges(s):
+    positive = ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval', 'save_interval',
+                'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens')
+    for key, value in asdict(s).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and key in positive):
+            least = 'more than' if key in positive else 'at least'
+            raise UserError(f'{key} = {value} must be {least} 0')
+    for value in [*s.checkpoint_words, *s.aux_weights.values()]:
+        if not isinstance(value, (int, float)):
+            raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
+    for key, names in (('schedule', SCHEDULES), ('dropout_schedule', DROPOUT_SCHEDULES)):
+        if getattr(s, key) not in names:
+            raise UserError(f"{key} is '{getattr(s, key)}'; it can be {', '.join(names)}")
+    if s.beta1 >= 1 or s.beta2 >= 1:
+        raise UserError('beta1 and beta2 must be less than 1')
+    if s.memory and not s.stream:
+        raise UserError('memory needs contiguous text: set stream=True')
+    if s.stream and (s.stride or s.epoch_words):
+        raise UserError('a stream has no stride and no epoch_words')
+    if s.resume and s.overwrite:
+        raise UserError('resume goes on with a run, overwrite starts it anew: choose one')
+    if s.surgery_args and not s.surgery:
+        raise UserError('surgery_args without a surgery')
+
+
+def import_model(name):
+    """The module of a model file: one beside train.py that ends with the line `Config, Model = ...`."""
+    names = [p.stem for p in ROOT.glob('*.py') if '\nConfig, Model =' in p.read_text(encoding='utf-8')]
+    if name in names:
+        return importlib.import_module(name)
+    if (ROOT / f'{name}.py').exists():
+        raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
+    raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
+
+
+def make_config(module, keys):
+    try:
+        return module.Config(**keys)
+    except (TypeError, ValueError) as e:
+        raise UserError(f'{module.__name__}: {e}') from None
+
+
+# ---- Config files and --key=value ---------------------------------------------------------------
+
+
+PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp, ast.BinOp,
+         ast.unaryop, ast.operator, ast.expr_context)
+
+
+def evaluate(text):
+    """The value of an expression of literals, arithmetic and dict(...), and of nothing else."""
+    tree = ast.parse(text.strip(), mode='eval')
+    for node in ast.walk(tree):
+        call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        name = isinstance(node, ast.Name) and node.id == 'dict'  # of a call too: it is a node of its own
+        if not (call or name or isinstance(node, PLAIN)):
+            raise ValueError(f'{ast.unparse(node)} is no literal')
+    return eval(compile(tree, '', 'eval'), {'__builtins__': {}, 'dict': dict})
+
+
+def read_config(path):
+    """{name: value} of the assignments in a config file."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
+    except OSError:
+        raise UserError(f'there is no config file {path}{config_hint(str(path))}') from None
+    except ValueError:                                   # bytes that are no UTF-8, or null bytes
+        raise UserError(f'{path} is not a config: it holds no text') from None
+    except SyntaxError as e:
+        raise UserError(f'{path}:{e.lineno or 1}: {e.msg}') from None
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue                                     # the docstring
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+            raise UserError(f'{path}:{node.lineno}: a config holds plain assignments only (name = value)')
+        name = targets[0].id
+        try:
+            values[name] = evaluate(ast.unparse(node.value))
+        except Exception as e:
+            raise UserError(f'{path}:{node.lineno}: the value of {name} cannot be read: {e}') from None
+    return values
+
+
+def config_hint(path):
+    if '=' in path:
+        return f'; write --{path.lstrip("-")}'
+    guess = Path('config', path.removeprefix('config/').removesuffix('.py') + '.py')
+    if not guess.exists():
+        near = difflib.get_close_matches(guess.name, [p.name for p in guess.parent.glob('*.py')], 1)
+        if not near:
+            return ''
+        guess = guess.with_name(near[0])
+    return f'; did you mean {guess.as_posix()}?'
+
+
+def read_command(argv):
+    """Config files and --key=value in the order given; later ones win. A bare --key means True."""
+    values = {}
+    out_dir = ''
+    bare = None
+    for arg in argv:
+        if not arg.startswith('--'):
+            if bare and not Path(arg).exists():
+                raise UserError(f'write {bare}={arg}, without a space')
+            values.update(read_config(arg))
+            out_dir = default_out_dir(arg)
+            continue
+        key, equals, text = arg[2:].partition('=')
+        try:
+            value = evaluate(text) if equals else True
+        except Exception:
+            value = text                # not a Python value: a plain string, as data=toy_math
+        values[key.replace('-', '_')] = value
+        bare = None if equals else arg
+    return {'out_dir': out_dir, **values}
+
+
+def default_out_dir(config):
+    """config/paper/moep.py -> out/paper/moep"""
+    path = Path(config).with_suffix('')
+    inside = [path.name]
+    if 'config' in path.parts[:-1]:
+        inside = path.parts[path.parts.index('config') + 1:]
+    return Path('out', *inside).as_posix()
+
+
+def check_type(key, value, kind):
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(value) in kinds:
+        return value
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)                                # 1e6 steps
+    if float in kinds and type(value) is int:
+        return float(value)
+    if str in kinds and type(value) is int:
+        return str(value)                                # a folder named 2024
+    if list in kinds and isinstance(value, tuple):
+        return list(value)
+    names = ' or '.join('None' if k is type(None) else k.__name__ for k in kinds)
+    raise UserError(f'{key} = {value!r} is not of type {names}')
+
+
+def sort_keys(values, *owners):
+    """For each dataclass the values that are its fields, checked. A key that is nobody's is an error."""
+    kinds = [{f.name: f.type for f in fields(owner)} for owner in owners]
+    given = [{} for _ in owners]
+    for key, value in values.items():
+        mine = next((i for i, own in enumerate(kinds) if key in own), None)
+        if mine is None:
+            raise UserError(f"unknown key '{key}'{key_hint(key, owners, kinds)}")
+        given[mine][key] = check_type(key, value, kinds[mine][key])
+    return given
+
+
+def key_hint(key, owners, kinds):
+    for owner in owners:
+        if hasattr(owner, key):                          # a class attribute that is no field
+            return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
+    near = difflib.get_close_matches(key, [k for own in kinds for k in own], 1, 0.6)
+    return f"; did you mean '{near[0]}'?" if near else ''

@@ -1,0 +1,301 @@
+"""
+Tokenizers: the kinds there are, the files they travel in, and a BPE trainer.
+
+The tokenizer of a data set lies in its folder: meta.json names kind, hash and size, another file holds
+the vocabulary. A run's folder has a copy of both.
+"""
+
+import base64
+import difflib
+import hashlib
+import heapq
+import json
+import re
+import shutil
+import unicodedata
+from collections import defaultdict
+from pathlib import Path
+
+import regex                    # GPT-2's pattern needs \p{L}, which re lacks; tiktoken brings it
+import tiktoken
+
+from plumbing.cli import UserError
+from plumbing.download import NAMED
+from plumbing.toy import TOYS
+
+EOT = '<|endoftext|>'
+# GPT-2's pattern
+PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
+
+
+# ---- The kinds. Each is made from `blob`, the content of the file that travels with the data ----
+
+
+class Tokenizer:
+    """encode(text) -> ids; token_bytes[id] -> the bytes of a token; `end` follows every document."""
+
+    def __init__(self, kind, encode, token_bytes, eot, file=None, blob=b'', order=(), end=None, **extra):
+        self.kind = kind
+        self.encode = encode
+        self.token_bytes = token_bytes
+        self.eot = eot
+        self.end = end or [eot]
+        self.file = file
+        self.blob = blob
+        self.extra = extra                       # what meta.json must say besides, to make it again
+        self.n_vocab = len(token_bytes)
+        if self.n_vocab > 65536:
+            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16 bins; 65,536 is the most')
+        parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
+        self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def decode_bytes(self, ids):
+        known = [i for i in ids if i < self.n_vocab]     # a model may pad its vocabulary
+        return b''.join(self.token_bytes[i] for i in known)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode('utf-8', errors='replace')
+
+    def show(self, ids):
+        """Text to look at: an empty line where a document ends."""
+        parts = [b'\n\n' if i == self.eot else self.decode_bytes([i]) for i in ids]
+        return b''.join(parts).decode('utf-8', errors='replace').strip('\n')
+
+
+def ranks_blob(vocab):
+    return b''.join(base64.b64encode(token) + b' %d\n' % rank for rank, token in enumerate(vocab))
+
+
+def rank_tokenizer(blob):
+    """bpe and gpt2: tiktoken's ranks (base64 token, space, rank), GPT-2's pattern, end-of-text last."""
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, blob.splitlines())}
+        vocab = sorted(ranks, key=ranks.get)
+        in_order = sorted(ranks.values()) == list(range(len(vocab)))
+        whole = in_order and all(bytes([b]) in ranks for b in range(256))
+    except ValueError:
+        whole = False
+    if not whole:
+        raise UserError('broken ranks file: "base64 rank" lines are needed, '
+                        'for all ranks from 0 and with all 256 bytes')
+    eot = len(vocab)
+    bpe = tiktoken.Encoding('bpe', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens={EOT: eot})
+    made = Tokenizer('bpe', bpe.encode_ordinary, vocab + [b''], eot, 'tokenizer.tiktoken', ranks_blob(vocab))
+    made.kind = 'gpt2' if made.hash == GPT2_HASH else 'bpe'  # whether it came by name or by path
+    return made
+
+
+def neox_tokenizer(blob):
+    """GPT-NeoX's tokenizer.json: NFC, runs of spaces as tokens of their own, then a byte-level BPE."""
+    try:
+        spec = json.loads(blob)
+        model, pre = spec['model'], spec['pre_tokenizer']
+        normal = (spec.get('normalizer') or {}).get('type')
+        kinds = model['type'], pre['type'], pre['add_prefix_space'], normal or 'NFC'
+        if kinds != ('BPE', 'ByteLevel', False, 'NFC'):
+            raise ValueError(f'it has {kinds}')
+        special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
+        added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
+        eot = special[EOT]
+        byte = byte_letters()
+        raw = lambda token: bytes(byte[letter] for letter in token)
+        ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
+        merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
+        # tiktoken's ranks are the order of merging. Ids need not follow it, so they are looked up later.
+        order = list(dict.fromkeys([t for t in ids if len(t) == 1] + [raw(a + b) for a, b in merges]))
+        ranks = {token: i for i, token in enumerate(order)}
+        to_id = [ids[token] for token in order]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'tokenizer.json: a byte-level BPE with {EOT}, as GPT-NeoX has it, '
+                        f'is needed ({error!r})')
+    bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens={})
+    longest_first = sorted(added, key=len, reverse=True)
+    runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
+
+    def encode(text):
+        out = []
+        for piece in runs.split(unicodedata.normalize('NFC', text) if normal else text):
+            out += [added[piece]] if piece in added else [to_id[rank] for rank in bpe.encode_ordinary(piece)]
+        return out
+    token_of = {i: token for token, i in ids.items()} | {i: content.encode() for content, i in added.items()}
+    token_bytes = [token_of.get(i, b'') for i in range(1 + max([*token_of, *special.values()]))]
+    return Tokenizer('neox', encode, token_bytes, eot, 'tokenizer.json', blob, order)
+
+
+def byte_letters():
+    """tokenizer.json writes bytes as letters: what prints stands for itself, the rest follow from 256."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*prints})
+    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def chunk_tokenizer(base, byte_limit):
+    """The byte-level model's symbols: 0-255 bytes, 256 end-of-chunk, 257 end-of-text, 258 padding.
+    Every token of `base` becomes a chunk of byte_limit + 1 slots, a longer token several chunks."""
+    if base.kind == 'chunks' or byte_limit < 1:
+        raise UserError('--chunks needs a tokenizer of whole tokens and a --byte_limit of at least 1')
+
+    def chunks(token):
+        symbols = []
+        for i in range(0, len(token), byte_limit):
+            part = token[i:i + byte_limit]
+            symbols += [*part, 256] + [258] * (byte_limit - len(part))
+        return symbols
+    table = [chunks(token) for token in base.token_bytes]
+    encode = lambda text: [symbol for token in base.encode(text) for symbol in table[token]]
+    symbol_bytes = [bytes([b]) for b in range(256)] + [b''] * 3
+    return Tokenizer('chunks', encode, symbol_bytes, 257, base.file, base.blob,
+                     end=[257] + [258] * byte_limit,
+                     base=base.kind, base_hash=base.hash, byte_limit=byte_limit)
+
+
+def build_tokenizer(kind, blob=b'', base=None, byte_limit=None):
+    if kind == 'chunks':
+        return chunk_tokenizer(build_tokenizer(base, blob), byte_limit)
+    if kind == 'bytes':
+        token_bytes = [bytes([b]) for b in range(256)] + [b'']
+        return Tokenizer(kind, lambda text: list(text.encode('utf-8')), token_bytes, 256)
+    return neox_tokenizer(blob) if kind == 'neox' else rank_tokenizer(blob)
+
+
+def choose_tokenizer(name):
+    """What --tokenizer may say: gpt2, bytes, a ranks file, a tokenizer.json, or another data set's folder."""
+    path = Path(name)
+    if name == 'gpt2':
+        try:
+            ranks = tiktoken.get_encoding('gpt2')._mergeable_ranks
+        except Exception as error:               # whatever tiktoken's own download meets
+            raise UserError(f"tiktoken could not download GPT-2's ranks ({type(error).__name__}); "
+                            'give them as a file: --tokenizer path/to/gpt2.tiktoken')
+        return rank_tokenizer(ranks_blob(sorted(ranks, key=ranks.get)))
+    if name == 'bytes':
+        return build_tokenizer('bytes')
+    if path.is_dir():
+        return load_tokenizer(path)
+    if not path.is_file():
+        raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, a tokenizer.json '
+                        'or a data set, as data/toy_stories')
+    return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
+
+
+# ---- Their files --------------------------------------------------------------------------------
+
+
+def load_meta(folder):
+    """meta.json of a data set or a run."""
+    path = Path(folder) / 'meta.json'
+    try:
+        meta = json.loads(path.read_text(encoding='utf-8'))
+        for key in ('kind', 'file', 'hash', 'vocab_size', 'eot'):
+            meta['tokenizer'][key]
+        for split in ('train', 'val'):
+            meta['splits'][split]['tokens'], meta['splits'][split]['words']
+        return meta
+    except OSError:
+        raise UserError(f'{path} is missing; {how_to_make(Path(folder))}') from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f'{path} is broken; delete {folder} and make it again with prepare.py')
+
+
+def how_to_make(folder):
+    """What to do about a data set that is not there."""
+    meta = Path('data', folder, 'meta.json')
+    if meta.exists():
+        return f'did you mean {meta.parent.as_posix()}?'
+    if (folder / 'ckpt.pt').exists():
+        return 'copy it from the data set that the run was trained on'
+    name = folder.name
+    base, _, form = name.partition('_')
+    options = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks')  # as config/paper names them
+    if name in TOYS:
+        return 'make the data set with: python prepare.py toy'
+    if base in NAMED and not form:
+        return f'make the data set with: python prepare.py {base}'
+    if base in NAMED and form in options:
+        return f'make the data set with: python prepare.py {base} --name {name} {options[form]}'
+    others = [path.parent.name for path in folder.parent.glob('*/meta.json')]
+    near = difflib.get_close_matches(name, [*TOYS, *others], 1, 0.8)
+    hint = f"did you mean '{near[0]}'? If not, " if near else ''
+    return f'{hint}make the data set with: python prepare.py text --name {name} --input FILES'
+
+
+def load_tokenizer(folder):
+    """The tokenizer of a data set, or of a run folder that holds a copy of it."""
+    spec = load_meta(folder)['tokenizer']
+    path = Path(folder) / (spec['file'] or 'meta.json')
+    if not path.is_file():
+        raise UserError(f'{path} is missing; copy it from the data set, or make that again with prepare.py')
+    tokenizer = build_tokenizer(spec['kind'], path.read_bytes(), spec.get('base'), spec.get('byte_limit'))
+    if tokenizer.hash != spec['hash']:
+        raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
+    return tokenizer
+
+
+def copy_tokenizer(source, target):
+    """From a data set's folder into a run's."""
+    for name in ('meta.json', load_meta(source)['tokenizer']['file']):
+        if name:
+            shutil.copyfile(Path(source) / name, Path(target) / name)
+
+
+# ---- The BPE trainer ----------------------------------------------------------------------------
+
+
+def train_bpe(counts, vocab_size):
+    """Byte-level BPE on {pre-token: count} -> the tokens in rank order, at most vocab_size - 1 of them.
+    The most frequent pair is merged first; ties go to the smaller pair of ranks; a pair seen once is
+    not merged. A merge touches only the words that hold the pair, and updates their pairs' counts."""
+    vocab = [bytes([b]) for b in range(256)]
+    rank = {token: i for i, token in enumerate(vocab)}
+    words = [list(word.encode('utf-8')) for word in counts]
+    weights = list(counts.values())
+    pairs = defaultdict(int)
+    where = defaultdict(list)                    # words that hold a pair, or held it once
+    for w, ids in enumerate(words):
+        for pair in zip(ids, ids[1:]):
+            pairs[pair] += weights[w]
+            where[pair].append(w)
+    heap = [(-n, pair) for pair, n in pairs.items()]  # counts that sank meanwhile are corrected when popped
+    heapq.heapify(heap)
+    while heap and len(vocab) < vocab_size - 1:
+        n, pair = heapq.heappop(heap)
+        if -n != pairs[pair]:
+            heapq.heappush(heap, (-pairs[pair], pair))
+            continue
+        if -n < 2:
+            break
+        token = vocab[pair[0]] + vocab[pair[1]]
+        new = rank.setdefault(token, len(vocab))  # bytes that are a token already keep their rank
+        if new == len(vocab):
+            vocab.append(token)
+        grown = set()
+        for w in where.pop(pair):
+            ids = words[w]
+            merged = merge(ids, *pair, new)
+            if len(merged) == len(ids):
+                continue
+            for p in zip(ids, ids[1:]):
+                pairs[p] -= weights[w]
+            for p in zip(merged, merged[1:]):
+                pairs[p] += weights[w]
+                if new in p:
+                    where[p].append(w)
+                    grown.add(p)
+            words[w] = merged
+        for p in grown:
+            heapq.heappush(heap, (-pairs[p], p))
+    return vocab
+
+
+def merge(ids, a, b, new):
+    out = []
+    i = 0
+    while i < len(ids):
+        if ids[i] == a and ids[i + 1:i + 2] == [b]:
+            out.append(new)
+            i += 2
+        else:
+            out.append(ids[i])
+            i += 1
+    return out

@@ -1,0 +1,71 @@
+"""One-line errors, and results that are whole or not there."""
+
+import gzip
+import json
+import lzma
+import os
+
+import pytest
+
+from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, short, write_json
+
+
+@pytest.mark.parametrize('error, code, line', [
+    (UserError('say what to do'), 2, 'train.py: say what to do\n'),
+    (FileNotFoundError(2, 'No such file', 'data/x'), 2, 'train.py: data/x: No such file\n'),
+    (OSError('disk full'), 2, 'train.py: disk full\n'),
+    (KeyboardInterrupt(), 130, '')])
+def test_how_scripts_end(monkeypatch, capsys, error, code, line):
+    monkeypatch.setattr('sys.argv', ['/somewhere/train.py'])
+
+    def main():
+        raise error
+    with pytest.raises(SystemExit) as stop:
+        run_main(main)
+    assert stop.value.code == code and capsys.readouterr().err == line
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_main(lambda: 1 / 0)
+
+
+def test_a_wrong_option_is_an_error_of_the_user():
+    with pytest.raises(UserError, match='--speed.*see --help'):
+        Parser('doc').parse_args(['--speed'])
+
+
+def test_short_numbers():
+    numbers = (5, 999, 1000, 1234, 1e6, 12.5e6, 2e9, 0.5)
+    assert [short(n) for n in numbers] == ['5', '999', '1K', '1.234K', '1M', '12.5M', '2B', '0.5']
+
+
+def test_results_are_whole_or_not_there(tmp_path):
+    path = tmp_path / 'r.json'
+    write_json(path, dict(a=1, where=tmp_path))          # paths may be among the settings
+    assert json.loads(path.read_text()) == dict(a=1, where=str(tmp_path))
+    with pytest.raises(TypeError):
+        write_json(path, {(1, 2): 'no key of JSON'})
+    assert json.loads(path.read_text())['a'] == 1 and os.listdir(tmp_path) == ['r.json']
+    write_json('/dev/null', {})                          # a device stays one
+    assert not os.path.isfile('/dev/null')
+
+
+def test_where_results_can_go(tmp_path):
+    check_writable(None)
+    check_writable(tmp_path / 'r.json')
+    for path in (tmp_path, tmp_path / 'nowhere' / 'r.json'):
+        with pytest.raises(UserError, match='cannot be written'):
+            check_writable(path)
+
+
+def test_lines_of_plain_and_compressed_files(tmp_path):
+    text = '\ufeffone\r\ntwo\u2028still\n\nlast'.encode()
+    lines = [(1, 'one\n'), (2, 'two\u2028still\n'), (3, '\n'), (4, 'last')]
+    for name, content in dict(a=text, b=gzip.compress(text), c=lzma.compress(text)).items():
+        path = tmp_path / (name + dict(a='.txt', b='.gz', c='.xz')[name])
+        path.write_bytes(content)
+        assert list(read_lines(path)) == lines
+    (tmp_path / 'bad.txt').write_bytes(b'fine\nbad \xff')
+    with pytest.raises(UserError, match='bad.txt: line 2, byte 9 is not UTF-8'):
+        list(read_lines(tmp_path / 'bad.txt'))

@@ -1,0 +1,56 @@
+"""What is checked and counted before a run."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import moduleformer
+from plumbing.cli import UserError
+from plumbing.machine import Machine
+from plumbing.plan import check_model, check_vocabulary, only_counted
+from plumbing.settings import Settings
+
+
+def test_a_check_leaves_no_trace_in_the_model():
+    """A router may keep its load in a buffer: the forward pass on zeros must not count."""
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('seen', torch.zeros(()))
+            self.register_buffer('table', torch.ones(2), persistent=False)
+
+        def forward(self, idx):
+            self.seen += idx.numel()
+            self.table *= 2
+            return None, None, {}
+    model = Counting()
+    check_model(model, Settings(), SimpleNamespace(T=8), Machine('cpu'))
+    assert model.seen == 0 and model.table.tolist() == [1, 1]
+
+
+def test_a_vocabulary_is_the_tokenizers_or_larger():
+    def check(keys, n_vocab=100, slots=1):
+        corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
+        check_vocabulary(keys, corpus)
+        return keys['vocab_size']
+    assert check({}) == 100 and check(dict(vocab_size=128)) == 128
+    with pytest.raises(UserError, match='vocab_size is 64, but the tokenizer of data/a has 100 entries$'):
+        check(dict(vocab_size=64))
+    with pytest.raises(UserError, match='a byte-level model reads what prepare.py --chunks writes'):
+        check(dict(vocab_size=64, byte_limit=12))
+    with pytest.raises(UserError, match='vocab_size is 260'):        # symbols are counted from the end
+        check(dict(vocab_size=260), 259, slots=13)
+
+
+def test_a_model_too_large_to_build_is_counted(capsys):
+    keys = dict(vocab_size=50304, n_layer=1, n_embd=2048, n_ffd=64, d_ffd=8192)
+    s = Settings(model='moduleformer', max_iters=0)
+    assert only_counted(moduleformer, keys, s, Machine('cpu'))
+    told = capsys.readouterr().out
+    assert 'parameters' in told and 'a model of this size is counted, not built' in told
+    small = dict(vocab_size=100, n_layer=1, n_embd=16, n_ffd=2, d_ffd=16)
+    assert not only_counted(moduleformer, small, s, Machine('cpu'))
+    assert only_counted(moduleformer, small, s, Machine('cpu'), reason='no data here')
+    assert 'data      no data here' in capsys.readouterr().out
+    assert not only_counted(moduleformer, keys, Settings(model='moduleformer', max_iters=5), Machine('cpu'))

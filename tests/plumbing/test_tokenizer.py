@@ -1,0 +1,292 @@
+"""Every kind of tokenizer, the files they travel in, and the BPE trainer against a slow oracle."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+import regex
+import tiktoken
+import tiktoken.load
+
+from plumbing import tokenizer as tokenizers
+from plumbing.cli import UserError
+from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, chunk_tokenizer,
+                                copy_tokenizer, how_to_make, load_meta, load_tokenizer, neox_tokenizer,
+                                rank_tokenizer, ranks_blob, train_bpe)
+from prepare import write_data_set
+
+TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
+    "and the dog wasn't. It's 1234 o'clock.\n\n  Ünïcode 日本語 🙂🙂\t\n"
+ODD = ['', ' ', '\n', '\r\n', 'a\u2028b\x85c', '🙂👩\u200d👩\u200d👧', EOT, f'x{EOT}y', '\x00\x01', "don't  I'll",
+       '   three   ', 'e\u0301 é']
+
+
+def random_text(rng, n):
+    points = [rng.randrange(0x20, 0x250) if rng.random() < .7 else rng.randrange(0x110000) for _ in range(n)]
+    return ''.join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
+
+
+# ---- The BPE trainer ----------------------------------------------------------------------------
+
+
+def naive_bpe(counts, vocab_size):
+    """Recounts everything before each merge."""
+    vocab = [bytes([b]) for b in range(256)]
+    words = {tuple(w.encode()): n for w, n in counts.items()}
+    while len(vocab) < vocab_size - 1:
+        pairs = Counter()
+        for word, n in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += n
+        if not pairs:
+            break
+        (a, b), n = min(pairs.items(), key=lambda item: (-item[1], item[0]))
+        if n < 2:
+            break
+        token = vocab[a] + vocab[b]
+        if token not in vocab:
+            vocab.append(token)
+        new = vocab.index(token)
+        merged = Counter()
+        for word, n in words.items():
+            out = []
+            for i in word:
+                if out and out[-1] == a and i == b:
+                    out[-1] = new
+                else:
+                    out.append(i)
+            merged[tuple(out)] += n
+        words = merged
+    return vocab
+
+
+@pytest.mark.parametrize('seed', range(8))
+def test_bpe_equals_naive(seed):
+    rng = random.Random(seed)
+    letters = 'ab' if seed < 3 else 'abcde é🙂'
+    words = [''.join(rng.choice(letters) for _ in range(rng.randrange(1, 12))) for _ in range(400)]
+    counts = Counter(PATTERN.findall(TEXT * 3 + ' '.join(words)))
+    assert train_bpe(counts, 400) == naive_bpe(counts, 400)
+
+
+def test_bpe_does_not_depend_on_order_and_stops():
+    counts = Counter(PATTERN.findall(TEXT * 2))
+    backwards = dict(reversed(counts.items()))
+    vocab = train_bpe(counts, 10000)
+    assert vocab == train_bpe(backwards, 10000)
+    assert 256 < len(vocab) < 9999 and len(set(vocab)) == len(vocab)
+    assert train_bpe({}, 500) == [bytes([b]) for b in range(256)]
+    assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']     # what is seen once is not merged
+
+
+def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
+    vocab = train_bpe(Counter(PATTERN.findall(TEXT * 5)), 350)
+    tokenizer = rank_tokenizer(ranks_blob(vocab))
+    path = tmp_path / 'r.tiktoken'
+    path.write_bytes(tokenizer.blob)
+    ranks = tiktoken.load.load_tiktoken_bpe(str(path))
+    special = {EOT: len(ranks)}
+    theirs = tiktoken.Encoding('t', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens=special)
+    rng = random.Random(0)
+    for text in [*ODD, TEXT, *(random_text(rng, 200) for _ in range(50))]:
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode_ordinary(text) and tokenizer.decode(ids) == text
+        assert tokenizer.eot not in ids and b''.join(tokenizer.token_bytes[i] for i in ids) == text.encode()
+    assert tokenizer.decode([200]) == '\ufffd' and tokenizer.decode([tokenizer.eot]) == ''
+
+
+def test_pattern_is_gpt2s():
+    gpt2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    rng = random.Random(1)
+    short_forms = "I'm he's we've they'd you'll don't '' 'sd"
+    for text in [TEXT, short_forms, *(random_text(rng, 300) for _ in range(100))]:
+        assert PATTERN.findall(text) == gpt2.findall(text)
+
+
+# ---- The kinds ----------------------------------------------------------------------------------
+
+
+def fake_gpt2(path):
+    """A ranks file whose bytes are not in order, as GPT-2's are not."""
+    vocab = train_bpe(Counter(PATTERN.findall(TEXT * 5)), 300)
+    order = vocab[33:127] + vocab[:33] + vocab[127:]
+    path.write_bytes(ranks_blob(order))
+    return order
+
+
+def test_ranks_file(tmp_path):
+    order = fake_gpt2(tmp_path / 'gpt2.tiktoken')
+    tokenizer = choose_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
+    assert tokenizer.n_vocab == len(order) + 1 and tokenizer.eot == len(order) and tokenizer.kind == 'bpe'
+    assert tokenizer.token_bytes == order + [b''] and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    other = rank_tokenizer(ranks_blob([*order[:-2], order[-1], order[-2]]))
+    assert other.hash != tokenizer.hash and rank_tokenizer(tokenizer.blob).hash == tokenizer.hash
+
+
+def test_gpt2_by_name(tmp_path, monkeypatch):
+    order = fake_gpt2(tmp_path / 'gpt2.tiktoken')
+    by_path = choose_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
+    encoding = tiktoken.Encoding('gpt2', pat_str=PATTERN.pattern, special_tokens={},
+                                 mergeable_ranks={t: i for i, t in enumerate(order)})
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: encoding)
+    monkeypatch.setattr(tokenizers, 'GPT2_HASH', by_path.hash)
+    by_name = choose_tokenizer('gpt2')
+    assert by_name.hash == by_path.hash and by_name.kind == 'gpt2'
+    assert choose_tokenizer(str(tmp_path / 'gpt2.tiktoken')).kind == 'gpt2'
+
+
+def byte_letters():
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in prints]
+    return {**{b: chr(b) for b in prints}, **{b: chr(256 + i) for i, b in enumerate(rest)}}
+
+
+def fake_neox(merges=(('h', 'e'), ('t', 'he'), ('Ġ', 'the'), ('Ġ', 'Ġ')), shuffle=False, **changes):
+    letters = byte_letters()
+    tokens = [letters[b] for b in range(256)] + [a + b for a, b in merges]
+    ids = list(range(2, 2 + len(tokens)))
+    if shuffle:
+        random.Random(0).shuffle(ids)
+    vocab = {EOT: 0, '<|padding|>': 1, **dict(zip(tokens, ids))}
+    top = len(vocab)
+    added = [dict(id=0, content=EOT, special=True), dict(id=1, content='<|padding|>', special=True)]
+    for i, n in enumerate([4, 3, 2]):
+        added.append(dict(id=top + i, content=' ' * n, special=False, normalized=True))
+    spec = dict(added_tokens=added, normalizer={'type': 'NFC'},
+                pre_tokenizer={'type': 'ByteLevel', 'add_prefix_space': False},
+                model=dict(type='BPE', vocab=vocab, merges=[' '.join(m) for m in merges]))
+    spec.update(changes)
+    return json.dumps(spec).encode(), top
+
+
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_neox(shuffle):
+    blob, top = fake_neox(shuffle=shuffle)
+    spec = json.loads(blob)['model']['vocab']
+    tokenizer = neox_tokenizer(blob)
+    assert tokenizer.n_vocab == top + 3 and tokenizer.eot == 0
+
+    def ids(*tokens):
+        return [spec[t] for t in tokens]
+    assert tokenizer.encode('the the') == ids('the', 'Ġthe')
+    assert tokenizer.encode('h     the') == ids('h') + [top] + ids('Ġthe')   # four spaces and one
+    assert tokenizer.encode('    he') == [top] + ids('he') and tokenizer.encode('      ') == [top, top + 2]
+    assert tokenizer.encode('\n  h') == ids('Ċ') + [top + 2] + ids('h')
+    assert tokenizer.encode('e\u0301') == tokenizer.encode('é') == ids('Ã', '©')
+    for text in [*ODD[:-1], TEXT]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text and not {0, 1} & set(tokenizer.encode(text))
+    assert tokenizer.token_bytes[0] == tokenizer.token_bytes[1] == b''
+    assert tokenizer.token_bytes[top] == b'    '
+
+
+def test_neox_merges_decide_not_ids():
+    """(a, b) and (b, c) both fit 'abc': the earlier merge wins, whatever the ids say."""
+    ab, bc = ('a', 'b'), ('b', 'c')
+    for merges, expected in [([ab, bc], ['ab', 'c']), ([bc, ab], ['a', 'bc'])]:
+        for shuffle in (False, True):
+            tokenizer = neox_tokenizer(fake_neox(merges, shuffle)[0])
+            assert [tokenizer.decode([i]) for i in tokenizer.encode('abc')] == expected
+
+
+def test_neox_that_is_not():
+    for changes in [dict(pre_tokenizer={'type': 'Metaspace', 'add_prefix_space': False}),
+                    dict(normalizer={'type': 'Lowercase'}), dict(added_tokens=[]),
+                    dict(model={'type': 'Unigram'})]:
+        with pytest.raises(UserError):
+            neox_tokenizer(fake_neox(**changes)[0])
+
+
+def test_bytes_and_hashes():
+    tokenizer = choose_tokenizer('bytes')
+    assert tokenizer.n_vocab == 257 and tokenizer.eot == 256 and tokenizer.encode('é!') == [0xC3, 0xA9, 33]
+    for text in ODD:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    blob = ranks_blob([bytes([b]) for b in range(256)])
+    hashes = [tokenizer.hash, rank_tokenizer(blob).hash, neox_tokenizer(fake_neox()[0]).hash,
+              chunk_tokenizer(tokenizer, 4).hash, chunk_tokenizer(tokenizer, 5).hash]
+    assert len(set(hashes)) == 5
+    blob, _ = fake_neox([('a', 'b'), ('b', 'c')])
+    spec = json.loads(blob)
+    spec['model']['merges'].reverse()                    # the same tokens, but other ones for 'abc'
+    assert neox_tokenizer(json.dumps(spec).encode()).hash != neox_tokenizer(blob).hash
+
+
+@pytest.mark.parametrize('limit', [1, 3, 12])
+def test_chunks(limit):
+    base = rank_tokenizer(ranks_blob(train_bpe(Counter(PATTERN.findall(TEXT * 9)), 400)))
+    tokenizer = chunk_tokenizer(base, limit)
+    rng = random.Random(2)
+    assert tokenizer.n_vocab == 259 and tokenizer.eot == 257 and tokenizer.end == [257] + [258] * limit
+    assert tokenizer.token_bytes[65] == b'A' and tokenizer.token_bytes[256:] == [b''] * 3
+    for text in [*ODD, TEXT, random_text(rng, 300)]:
+        symbols = tokenizer.encode(text)
+        assert len(symbols) % (limit + 1) == 0 and tokenizer.decode(symbols) == text and 257 not in symbols
+        pieces = []
+        for i in range(0, len(symbols), limit + 1):
+            chunk = symbols[i:i + limit + 1]
+            n = chunk.index(256)
+            assert 0 < n <= limit and max(chunk[:n]) < 256 and set(chunk[n + 1:]) <= {258}
+            pieces.append(bytes(chunk[:n]))
+        tokens = [base.token_bytes[t] for t in base.encode(text)]
+        assert pieces == [t[i:i + limit] for t in tokens for i in range(0, len(t), limit)]
+
+
+def test_vocabulary_too_large():
+    ranks = [bytes([b]) for b in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+    with pytest.raises(UserError, match='65,536'):
+        rank_tokenizer(ranks_blob(ranks))
+
+
+def test_text_to_look_at():
+    """An empty line where a document ends, none around; what a padded vocabulary adds is nothing."""
+    tokenizer = build_tokenizer('bytes')
+    assert tokenizer.show([256, *b'one', 256, *b'two', 256]) == 'one\n\ntwo'
+    assert tokenizer.decode([*b'one', 300]) == tokenizer.show([*b'one', 300]) == 'one'
+
+
+# ---- Their files --------------------------------------------------------------------------------
+
+
+def test_run_folder_stands_alone(tmp_path):
+    rng = random.Random(0)
+    words = ['red', 'blue', 'green', 'cat', 'über', '🙂', '7']
+    texts = [' '.join(rng.choice(words) for _ in range(rng.randrange(1, 30))) for _ in range(400)]
+    corpus = [('train', text) for text in texts]
+    write_data_set(tmp_path / 'd', corpus, 300)
+    write_data_set(tmp_path / 'c', corpus, load_tokenizer(tmp_path / 'd'), byte_limit=3)
+    write_data_set(tmp_path / 'b', corpus, build_tokenizer('bytes'))
+    write_data_set(tmp_path / 'n', corpus, neox_tokenizer(fake_neox()[0]))
+    for name in 'dcbn':
+        run = tmp_path / f'run_{name}'
+        run.mkdir()
+        copy_tokenizer(tmp_path / name, run)
+        tokenizer = load_tokenizer(tmp_path / name)
+        (tmp_path / name).rename(tmp_path / f'gone_{name}')
+        alone = load_tokenizer(run)
+        assert alone.hash == tokenizer.hash and alone.kind == tokenizer.kind
+        assert alone.encode('the red') == tokenizer.encode('the red')
+    meta = load_meta(tmp_path / 'run_c')
+    assert meta['slots'] == 4 and meta['pad'] == 258 and meta['tokenizer']['kind'] == 'chunks'
+
+
+def test_what_to_do_about_a_missing_data_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make = 'make the data set with: python prepare.py '
+    mine = make + 'text --name my_book --input FILES'
+    neox = 'tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json'
+    for name, expected in dict(
+            toy_math=make + 'toy',
+            babylm=make + 'babylm',
+            tinystories_neox=make + neox,
+            simplewiki_chunks=make + 'simplewiki --name simplewiki_chunks --chunks',
+            my_book=mine,
+            toy_storys="did you mean 'toy_stories'? If not, " + mine.replace('my_book', 'toy_storys'),
+            ).items():
+        assert how_to_make(tmp_path / 'data' / name) == expected
+    (tmp_path / 'data' / 'mine').mkdir(parents=True)
+    (tmp_path / 'data' / 'mine' / 'meta.json').write_text('{}')
+    assert "did you mean 'mine'?" in how_to_make(tmp_path / 'data' / 'minee')
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'ckpt.pt').write_bytes(b'')
+    assert how_to_make(tmp_path / 'run') == 'copy it from the data set that the run was trained on'

@@ -1,0 +1,112 @@
+"""
+How far does a model see, and what happens beyond the length it was trained at? Loss by position.
+
+    python -m tools.eval_length out/moduleformer          # windows of four times the trained length
+    python -m tools.eval_length out/moduleformer out/run --length 512 --bin 64    # side by side
+    python -m tools.eval_length out/moduleformer --data data/toy_math --json length.json
+
+Windows start every --stride tokens of val.bin; the loss of the token at position t of a window,
+given the t before it, is averaged over all windows. If a model uses its context well, its loss falls
+with position; if it extrapolates, the loss goes on falling beyond the trained length. A model with a
+table of positions (moep.py) cannot read longer windows.
+"""
+
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from plumbing.checkpoint import build_model, data_folder, read_checkpoint
+from plumbing.cli import Parser, UserError, check_writable, run_main, write_json
+from plumbing.data import as_tensor, load_bin, tokens_at
+from plumbing.machine import Machine
+from plumbing.tokenizer import load_meta
+
+
+@torch.no_grad()
+def loss_by_position(model, tokens, length, stride, batch_size, machine):
+    """(length,) mean nats at each position of the windows that start every `stride` tokens."""
+    starts = torch.arange(0, len(tokens) - length, stride, device=machine.device)
+    total = torch.zeros(length, dtype=torch.float64)
+    for some in tqdm(starts.split(batch_size), unit='batch', disable=None, leave=False):
+        window = tokens_at(tokens, some[:, None] + torch.arange(length + 1, device=machine.device))
+        x, y = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        with machine.autocast():
+            _, nats, _ = model(x, y, reduction='none')
+        total += nats.float().cpu().double().sum(0)
+    return total / len(starts)
+
+
+def load_longer(run, ckpt, length, device):
+    """The model, rebuilt for windows of `length`."""
+    known = ckpt['config']['block_size']
+    try:
+        model = build_model(ckpt, block_size=max(length, known))
+    except UserError:
+        raise UserError(f'{run} has a table of {known} positions and cannot read longer windows: '
+                        f'--length {known}') from None
+    return model.to(device).eval()
+
+
+def read_arguments():
+    parser = Parser(__doc__)
+    parser.add_argument('runs', nargs='+', help='run folders, all with the same tokenizer')
+    parser.add_argument('--data', help="a data set's folder; the first run's own data if not given")
+    parser.add_argument('--length', type=int,
+                        help="of a window; four times the first run's own if not given")
+    parser.add_argument('--stride', type=int, default=64, help='tokens between starts of windows')
+    parser.add_argument('--bin', type=int, default=64, help='positions per line of the table')
+    parser.add_argument('--batch_size', type=int, default=16)
+    parser.add_argument('--json', help='write the loss at every position there')
+    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    args = parser.parse_args()
+    check_writable(args.json)
+    return args
+
+
+def main():
+    args = read_arguments()
+    machine = Machine(args.device)
+    ckpts = [read_checkpoint(run) for run in args.runs]
+    trained = [ckpt['settings']['seq_len'] or ckpt['config']['block_size'] for ckpt in ckpts]
+    length = 4 * trained[0] if args.length is None else args.length
+    if min(length, args.stride, args.bin, args.batch_size) < 1:
+        raise UserError('length, stride, bin and batch_size must be at least 1')
+    folder = Path(args.data or data_folder(ckpts[0]))
+    meta = load_meta(folder)
+    tokens = as_tensor(load_bin(folder, 'val'), machine.device)
+    if meta.get('slots', 1) > 1:
+        raise UserError('eval_length reads models of tokens, not of chunks of bytes')
+    if len(tokens) <= length:
+        raise UserError(f'{folder}/val.bin has {len(tokens):,} tokens: '
+                        f'too few for windows of {length:,}')
+    losses = []
+    for run, ckpt in zip(args.runs, ckpts):
+        if ckpt['tokenizer'] != meta['tokenizer']['hash']:
+            raise UserError(f'{run} was trained with another tokenizer than {folder} has')
+        model = load_longer(run, ckpt, length, machine.device)
+        losses.append(loss_by_position(model, tokens, length, args.stride, args.batch_size, machine))
+
+    names = [Path(run).with_suffix('').name for run in args.runs]
+    width = max(8, *map(len, names)) + 2
+    windows = len(range(0, len(tokens) - length, args.stride))
+    print(f'{folder}: {windows:,} windows of {length:,} tokens; mean loss by position')
+    print('positions'.rjust(14) + ''.join(name.rjust(width) for name in names))
+    for start in range(0, length, args.bin):
+        end = min(start + args.bin, length)
+        means = [f'{loss[start:end].mean():{width}.4f}' for loss in losses]
+        print(f'{start:6,} to {end - 1:4,}' + ''.join(means))
+    for name, loss, T in zip(names, losses, trained):
+        if T < length:
+            change = loss[T:].mean() - loss[T // 2:T].mean()
+            print(f'{name}: trained at {T:,}; from the second half of that to what lies beyond, '
+                  f'the loss changes by {change:+.4f}')
+    if args.json:
+        rows = []
+        for run, T, loss in zip(args.runs, trained, losses):
+            rows.append(dict(run=run, trained=T, loss=[round(nats, 5) for nats in loss.tolist()]))
+        write_json(args.json, dict(data=str(folder), stride=args.stride, runs=rows))
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,195 @@
+"""
+Word problems: does the model's worked solution end in the right number?
+
+    python -m tools.exact_answer out/selfmoe_math                        # on the run's own data
+    python -m tools.exact_answer out/selfmoe_math --data data/toy_math   # on another data set
+    python -m tools.exact_answer out/run --data val.jsonl --show 3       # on rows of JSON
+
+A problem is a question, a newline, and a worked solution. The model reads [end-of-text] + question
++ newline and goes on greedily until it writes end-of-text; the last number of its text is compared
+with the last number of the given solution. In a data set's val.bin the question is the first line of
+a document; a row of JSON has the fields question and generated_solution. Problems without a number
+in their solution, and those that leave fewer than --max_new_tokens of the model's context, are left
+out and counted.
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
+from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, write_json
+from plumbing.data import load_bin
+from plumbing.machine import Machine
+from plumbing.tokenizer import load_tokenizer
+
+NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')    # in 9-5 the minus is no sign
+
+
+def last_number(text):
+    """'... 4 * 288 = 1,152.' -> 1152.0; None if there is no number."""
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(',', '')) if found else None
+
+
+# ---- Problems -----------------------------------------------------------------------------------
+
+
+def read_problems(path):
+    """[(question, solution), ...] of a .jsonl file or of a data set's validation documents."""
+    path = Path(path)
+    problems = read_jsonl(path) if path.suffix == '.jsonl' else read_val_documents(path)
+    if not problems:
+        raise UserError(f'{path} holds no problems (a question, a newline, a solution)')
+    return problems
+
+
+def read_jsonl(path):
+    if not path.exists():
+        raise UserError(f'there is no file {path}')
+    problems = []
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            problems.append((str(row['question']), str(row['generated_solution'])))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path}:{number}: '
+                            'not a row with question and generated_solution') from None
+    return problems
+
+
+def read_val_documents(folder):
+    tokenizer = load_tokenizer(folder)
+    tokens = load_bin(folder, 'val')
+    ends = np.flatnonzero(tokens == tokenizer.eot) + 1
+    documents = np.split(tokens, ends)
+    texts = [tokenizer.decode(ids[:-1].tolist()) for ids in documents if len(ids) > 1]
+    return [tuple(text.split('\n', 1)) for text in texts if '\n' in text.strip()]
+
+
+# ---- Solutions ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
+    """Greedy continuations of prompts (lists of ids), without end-of-text."""
+    texts = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    with tqdm(total=len(prompts), unit='problem', disable=None, leave=False) as bar:
+        for begin in range(0, len(order), batch_size):
+            some = order[begin:begin + batch_size]
+            found = complete_batch(model, [prompts[i] for i in some], eot, max_new_tokens, device)
+            for i, text in zip(some, found):
+                texts[i] = text
+            bar.update(len(some))
+    return texts
+
+
+def complete_batch(model, prompts, eot, max_new_tokens, device):
+    """All prompts start at the end of the shortest; a longer one is fed its own tokens until it ends.
+    So padding is never needed, the cache computes each position once, and the result is that of one
+    prompt at a time."""
+    lengths = [len(prompt) for prompt in prompts]
+    length = torch.tensor(lengths, device=device)
+    ids = torch.full((len(prompts), max(lengths) + max_new_tokens), eot, device=device)
+    for row, prompt in zip(ids, prompts):
+        row[:len(prompt)] = torch.tensor(prompt, device=device)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    cache = []
+    new = ids[:, :min(lengths)]
+    for t in range(min(lengths), ids.size(1)):
+        logits, _, _ = model(new, cache=cache)
+        written = torch.where(done, eot, logits[:, -1].argmax(-1))
+        ids[:, t] = torch.where(t < length, ids[:, t], written)
+        new = ids[:, t:t + 1]
+        done |= (t >= length) & (new[:, 0] == eot)
+        if done.all():
+            break
+    texts = [row[n:n + max_new_tokens].tolist() for row, n in zip(ids, lengths)]
+    return [text[:text.index(eot)] if eot in text else text for text in texts]
+
+
+def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, device='cpu'):
+    """-> a dict: the share of right answers, the numbers behind it, and every continuation."""
+    fitting = []
+    prompts = []
+    for question, solution in problems:
+        prompt = [tokenizer.eot, *tokenizer.encode(question + '\n')]
+        fits = len(prompt) + max_new_tokens <= model.config.block_size
+        if fits and last_number(solution) is not None:
+            fitting.append((question, solution))
+            prompts.append(prompt)
+    if not fitting:
+        raise UserError(f'no problem leaves {max_new_tokens} tokens of the context of '
+                        f'{model.config.block_size}; lower --max_new_tokens')
+    answers = Counter()
+    examples = []
+    texts = complete(model, prompts, tokenizer.eot, max_new_tokens, batch_size, device)
+    for (question, solution), ids in zip(fitting, texts):
+        text = tokenizer.decode(ids)
+        answer = last_number(solution)
+        answers[answer] += 1
+        is_right = last_number(text) == answer
+        examples.append(dict(question=question, solution=solution, text=text, right=is_right))
+    n = len(examples)
+    right = sum(example['right'] for example in examples)
+    guess = answers.most_common(1)[0][1] / n             # always the commonest answer
+    return dict(accuracy=right / n, right=right, problems=n, left_out=len(problems) - n,
+                guess=guess, examples=examples)
+
+
+# ---- The command line ---------------------------------------------------------------------------
+
+
+def read_arguments():
+    parser = Parser(__doc__)
+    parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
+    parser.add_argument('--data', help="a data set or a .jsonl file; the run's own data if not given")
+    parser.add_argument('--num', type=int, help='only the first so many problems; all if not given')
+    parser.add_argument('--max_new_tokens', type=int, default=64, help='longest solution')
+    parser.add_argument('--batch_size', type=int, default=128)
+    parser.add_argument('--show', type=int, default=0, metavar='N',
+                        help='print the first N problems and what was written')
+    parser.add_argument('--json', help='write the result and every continuation there')
+    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    args = parser.parse_args()
+    if args.max_new_tokens < 1 or args.batch_size < 1 or (args.num is not None and args.num < 1):
+        raise UserError('num, max_new_tokens and batch_size must be at least 1')
+    check_writable(args.json)
+    return args
+
+
+def main():
+    args = read_arguments()
+    machine = Machine(args.device)
+    model, ckpt = load_checkpoint(args.run, machine.device)
+    tokenizer = run_tokenizer(ckpt)
+    if tokenizer.kind == 'chunks':
+        raise UserError('exact_answer reads models of tokens, not of chunks of bytes')
+    used = ckpt['settings']['data']
+    if not args.data and isinstance(used, dict) and len(used) > 1:
+        raise UserError('the run was trained on several data sets: '
+                        f'choose one, as --data={data_folder(ckpt)}')
+    data = args.data or data_folder(ckpt)
+    problems = read_problems(data)[:args.num]
+    result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size,
+                          machine.device)
+    for example in result['examples'][:args.show]:
+        verdict = 'right' if example['right'] else 'wrong'
+        print(f"{example['question']}\n-> {example['text']}\n   {verdict}: {example['solution']}\n")
+    print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
+          f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
+          f"always the commonest answer: {100 * result['guess']:.1f}%)")
+    if args.json:
+        write_json(args.json, result)
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,124 @@
+"""
+Which path of a PaPaformer does a prompt use? (The paper's Table 6.)
+
+    python -m tools.path_usage out/papaformer_composed --data data/toy_stories data/toy_math
+    python -m tools.path_usage out/papaformer_composed               # the paper's 20 prompts
+
+The first command takes many prompts from each data set, the second prints one line per prompt: the
+path that its last token uses in each parallel layer, counted from 1; the number after the last path
+is the mix of all (Gumbel). For Share-Linear it is the path whose output is most similar to the
+joined one, in every layer but the last. A choice is right if it is the path that was trained on the
+prompt's domain: the first data set belongs to path 1, the second to path 2, and so on; the mix
+counts as wrong.
+"""
+
+import numpy as np
+import torch
+
+from papaformer import path_accuracy, path_usage
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.cli import Parser, UserError, check_writable, run_main, write_json
+from plumbing.data import load_bin
+from plumbing.machine import Machine
+from plumbing.tokenizer import load_meta
+
+STORIES = [
+    'Once upon a time, there was a little', 'Once upon a time, there was a little boy named Lily.',
+    'There was a little girl.', 'There was a little girl named Timmy.', 'Little girl',
+    'He liked to play with his toys', 'One day', 'went to the park', 'yummy soup',
+    'She loved playing with']
+MATH = [
+    'Solve this', ' Express your answer', ' <llm-code>', 'Find the largest', 'Evaluate',
+    'from sympy import sqrt', 'Simplify', "Let's solve this problem", 'Python code', '1 + 1']
+
+
+def document_starts(folder, tokenizer, num, length):
+    """The first `length` tokens of validation documents, end-of-text in front, as in training."""
+    if load_meta(folder)['tokenizer']['hash'] != tokenizer.hash:
+        raise UserError(f'{folder} has another tokenizer than the run')
+    tokens = load_bin(folder, 'val')
+    ends = np.flatnonzero(tokens == tokenizer.eot)
+    starts = [i for i, j in zip(ends, ends[1:]) if j - i > length][:num]
+    if not starts:
+        raise UserError(f'no document of {folder} has {length} tokens: choose a smaller --length')
+    prompts = np.stack([tokens[i:i + 1 + length] for i in starts])
+    return torch.from_numpy(prompts.astype(np.int64))
+
+
+def show_prompts(model, tokenizer, prompts, device):
+    """Print the path that each prompt takes -> (prompts, layers)"""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]], device=device)
+        choices = path_usage(model, ids)
+        print(f'{prompt!r:54}  ' + ' -> '.join(str(i + 1) for i in choices[0].tolist()))
+        found.append(choices.cpu())
+    return torch.cat(found)
+
+
+def summarise(choices, path, n):
+    """The (prompts, layers) choices of one domain -> the share of each of n, and of the right one."""
+    def shares(some):
+        return [(some == i).float().mean().item() for i in range(n)]
+    right = path_accuracy(choices, torch.full((len(choices),), path))
+    layers = [shares(layer) for layer in choices.T]
+    return dict(prompts=len(choices), share=shares(choices), layers=layers, right=right)
+
+
+def read_arguments():
+    parser = Parser(__doc__)
+    parser.add_argument('run', help='a run folder of a PaPaformer with parallel layers')
+    parser.add_argument('--data', nargs='+',
+                        help="one data set per path, in order; the paper's prompts if not given")
+    parser.add_argument('--num', type=int, default=500, help='prompts of each data set')
+    parser.add_argument('--length', type=int, default=16, help='tokens in each of them')
+    parser.add_argument('--json', help='write shares and accuracy there')
+    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    args = parser.parse_args()
+    check_writable(args.json)
+    return args
+
+
+def main():
+    args = read_arguments()
+    device = Machine(args.device).device
+    model, ckpt = load_checkpoint(args.run, device)
+    if ckpt['model'] != 'papaformer':
+        raise UserError(f"{args.run} holds a model of {ckpt['model']}.py; "
+                        'only a PaPaformer has paths')
+    tokenizer = run_tokenizer(ckpt)
+    limit = model.config.block_size
+    if args.num < 1 or args.length < 1 or args.length >= limit:
+        raise UserError(f'num and length must be at least 1, length less than {limit}')
+    names = [f'path {i + 1}' for i in range(len(model.config.path_embd))]
+    if args.data and len(args.data) > len(names):
+        raise UserError(f'{len(args.data)} data sets for {len(names)} paths')
+    domains = args.data or ['stories', 'math']
+    found = []                                           # per domain: (prompts, layers)
+    try:
+        for folder in args.data or []:
+            prompts = document_starts(folder, tokenizer, args.num, args.length)
+            found.append(path_usage(model, prompts.to(device)).cpu())
+        if not args.data:
+            found.append(show_prompts(model, tokenizer, STORIES, device))
+            found.append(show_prompts(model, tokenizer, MATH, device))
+    except ValueError as e:                              # as of a model without parallel layers
+        raise UserError(str(e)) from None
+
+    if model.config.connection != 'share':
+        names.append('   mix')
+    print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
+    result = {}
+    for path, (domain, choices) in enumerate(zip(domains, found)):
+        result[domain] = row = summarise(choices, path, len(names))
+        shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
+        print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")
+    paths = [torch.full((len(choices),), path) for path, choices in enumerate(found)]
+    result['accuracy'] = path_accuracy(torch.cat(found), torch.cat(paths))
+    print(f"all: {100 * result['accuracy']:.1f}% right")
+    if args.json:
+        write_json(args.json, result)
+
+
+if __name__ == '__main__':
+    run_main(main)
