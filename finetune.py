@@ -387,7 +387,7 @@ def read_arguments():
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
     how = parser.add_mutually_exclusive_group()
-    how.add_argument('--lora', action='store_true', help='train adapters only (the default)')
+    how.add_argument('--lora', action='store_true', help='train adapters and classifier (the default)')
     how.add_argument('--full', action='store_true', help='train all weights')
     parser.add_argument('--seeds', help="as 3,12,42; each task's own if not given (the paper's)")
     parser.add_argument('--rank', type=int, default=8, help='of the adapters')

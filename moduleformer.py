@@ -105,9 +105,8 @@ def stick_weights(q, k, first):
 
 
 class Stack(nn.Module):
-    """One matrix (or vector) for each module of a pool. What insert_experts adds is a parameter of its
-    own, so that the old one can be frozen: with mere gradients of zero, weight decay and AdamW's
-    momentum would still move it."""
+    """One matrix (or vector) per module of a pool. What insert_experts adds is a parameter of its own, so
+    that the old can be frozen: with zero gradients, weight decay and momentum would still move it."""
     def __init__(self, n, n_new, *shape):
         super().__init__()
         self.n_modules = n + n_new
@@ -135,7 +134,8 @@ class Router(nn.Module):
             h_NE = F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
             log_prob_NE = F.log_softmax(h_NE, -1)
             prob_NE = log_prob_NE.exp()
-        gate_NK, choice_NK = largest_k(prob_NE, self.top_k)     # prob_NE.topk(K), Eq. 1
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
+        gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
         losses = self.losses(prob_NE, log_prob_NE)
         if not self.sparse:                             # all E modules, the others with a gate of 0
             gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
@@ -171,16 +171,17 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
+        q_EDF, o_EFD = self.q(), self.o()
         # Only the chosen modules make queries: R = N*K rows, each of one token and one module.
-        rows = Dispatch(choice_NK, self.q.n_modules)
+        rows = Dispatch(choice_NK, len(q_EDF))
         x_RD = rows.spread(x_ND)                                # x_ND[token]
-        q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
+        q_NKF = rows.restore(rows.linear(x_RD, q_EDF))          # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), cache)       # (B, H, S, d)
         y = StickBreaking.apply(q, k, v, self.config.query_block)  # stick_weights(q, k, S-T)[1] @ v
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
-        y_RD = rows.linear(rows.sort(y_NKF), self.o())          # y @ o[module], in row order; Eq. 5
+        y_RD = rows.linear(rows.sort(y_NKF), o_EFD)             # y @ o[module], in row order; Eq. 5
         return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
@@ -475,7 +476,7 @@ class StickBreaking(torch.autograd.Function):
 
 def order_by_choice(choice_NK, n_choices):
     """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
-    pair, the end row of each group (int32). By counting: a pair's row is how many come before it."""
+    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -499,21 +500,9 @@ class Gather(torch.autograd.Function):
         return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
 
 
-def largest_k(prob_NE, k):
-    """prob_NE.topk(k), but much faster on a GPU where E is small. Never chooses the same twice."""
-    module_E = torch.arange(prob_NE.size(1), device=prob_NE.device)
-    remaining_NE = prob_NE.detach().nan_to_num()         # finite, so only what is taken has -inf
-    choices = []
-    for _ in range(k):
-        choices.append(remaining_NE.argmax(-1, keepdim=True))
-        remaining_NE = remaining_NE.masked_fill(module_E == choices[-1], -math.inf)
-    choice_NK = torch.cat(choices, 1)
-    return prob_NE.gather(1, choice_NK), choice_NK
-
-
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row. Autocast
-    is applied by hand. Where torch has no kernel (mps, float64, compiled float32, odd widths), a loop."""
+    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
+    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -527,8 +516,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all rows
-    of a group, and with few groups the others idle. So long groups are cut, into up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
+    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

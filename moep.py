@@ -1,19 +1,19 @@
 """
 MoEP (Tapaninaho 2025, "MoEP: Modular Expert Paths for Sample-Efficient Language Modeling").
 
-A GPT-2 whose middle layers are split into small blocks. A full-width block stands at each end; between
-them the width is halved, and every layer has P small blocks side by side, of which a token takes K:
+A GPT-2 whose middle layers are split into small blocks. A full-width block stands at each end.
+Between them the width is halved, and every layer has P small blocks, of which a token takes K:
 
     Layer Block -> MoE shrink -> [Parallel Layer: P small blocks] x N -> MoE grow -> Layer Block
 
 A linear router chooses K blocks for each token, or in shrink and grow K experts. It weights them by
-their softmax probabilities, renormalised to sum to 1. A block's attention reads *all* earlier tokens,
-whether or not they chose it: otherwise it would read a text full of holes. So attention is computed in
-all P blocks, but output projection and FFN only in the K that were chosen.
+their softmax probabilities, renormalised to sum to 1. A block's attention reads *all* earlier
+tokens, whether or not they chose it: otherwise it would read a text full of holes. So attention is
+computed in all P blocks, but output projection and FFN only in the K that were chosen.
 
-What to look at first: `Router.forward`, then `ParallelLayer.forward`. The last section, "Fast paths",
-can be skipped: where it is used, a comment says in plain code what it computes.
-Measured (28M parameters, 100M words, three seeds): loss 3.487, GPT-2 of equal size 3.343 (docs/results.md).
+What to look at first: `Router.forward`, then `ParallelLayer.forward`. "Fast paths", the last
+section, can be skipped: where it is used, a comment says in plain code what it computes.
+Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 3.343 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. The default is the Switch form
@@ -72,8 +72,8 @@ class MoEPConfig:
 # ---- The idea: each token chooses K of P blocks --------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E choices per token and keeps the best K -> gates (N, K), choices (N, K), balance loss.
-    A token's K choices differ and its gates sum to 1: ParallelLayer relies on both. No noise is added."""
+    """Scores E choices per token, keeps the best K -> gates (N, K), choices (N, K), balance loss.
+    A token's K choices differ, its gates sum to 1: ParallelLayer relies on both. There is no noise."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -82,7 +82,8 @@ class Router(nn.Module):
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        gate_NK, choice_NK = prob_NE.topk(self.config.top_k)
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
+        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         balance = self.balance_loss(prob_NE, choice_NK)
         if not self.config.sparse:                      # all E choices, the others with a gate of 0
@@ -93,7 +94,7 @@ class Router(nn.Module):
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
         p_E = prob_NE.mean(0)                           # "average routing probability over a batch"
-        if self.config.balance == 'switch':             # E sum f_i p_i: 1 if balanced, up to E/K if not
+        if self.config.balance == 'switch':             # E sum f_i p_i: from 1 (balanced) to E/K
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
             f_E = chosen_NE.mean(0) / self.config.top_k  # share of all N*K picks, no gradient
             return len(p_E) * (f_E * p_E).sum()
@@ -103,32 +104,29 @@ class Router(nn.Module):
 
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
-
         out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
-
     A block returns x plus what its attention and its FFN add. Since the gates sum to 1, the layer
     returns x plus the gated sum of what the chosen blocks add."""
     def __init__(self, config, layer):
         super().__init__()
         P, D = config.n_block, config.n_embd_parallel
-        up = (8 if config.swiglu else 4) * D            # SwiGLU has a gate of 4 * D as well
         self.config = config
         self.layer = layer
         self.router = Router(D, P, config)
         # The P blocks are stacked. train.py does not decay what is named ...gain or ...bias.
         self.ln_1_gain, self.ln_1_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.ln_2_gain, self.ln_2_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
-        self.qkv, self.qkv_bias = nn.Parameter(torch.empty(P, D, 3 * D)), nn.Parameter(torch.zeros(P, 3 * D))
-        self.proj, self.proj_bias = nn.Parameter(torch.empty(P, D, D)), nn.Parameter(torch.zeros(P, D))
-        self.fc, self.fc_bias = nn.Parameter(torch.empty(P, D, up)), nn.Parameter(torch.zeros(P, up))
-        self.down, self.down_bias = nn.Parameter(torch.empty(P, 4 * D, D)), nn.Parameter(torch.zeros(P, D))
+        self.qkv, self.qkv_bias = linear_stack(P, D, 3 * D)
+        self.proj, self.proj_bias = linear_stack(P, D, D)
+        self.fc, self.fc_bias = linear_stack(P, D, (8 if config.swiglu else 4) * D)     # gate and up
+        self.down, self.down_bias = linear_stack(P, 4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
     def attention(self, x, cache):
-        """All P * H heads in one call. Later tokens need the keys and values of unchosen blocks, too."""
+        """All P * H heads at once: later tokens need the keys and values of unchosen blocks, too."""
         B, T, D = x.shape
-        P, H = self.config.n_block, self.config.n_head_parallel
-        # LayerNorm with each block's own gain and bias, then its qkv map: fold makes that one map of n.
+        P, H = len(self.qkv), self.config.n_head_parallel
+        # Each block's LayerNorm has its own gain and bias: fold moves these into its qkv map.
         w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
         w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).reshape(3, P * D, D)  # queries, keys, values
         b = b_PF.view(P, 3, D).transpose(0, 1).reshape(3, P * D)
@@ -142,34 +140,36 @@ class ParallelLayer(nn.Module):
         y_NPD = self.attention(x, cache)
         gate_NK, choice_NK, balance = self.router(x_ND)
         # From here on only the chosen blocks compute: R = N*K rows, one per (token, its block).
-        rows = Rows(choice_NK, n_choices=len(self.proj))
+        rows = Rows(choice_NK, n_choices=len(self.proj_bias))
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
         att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + bias
         n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
         fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
         h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
-        added_ND = rows.combine(att_RD + ffn_RD, gate_NK)       # gated sum of a token's K rows
-        return x + added_ND.view_as(x), balance
+        return x + rows.combine(att_RD + ffn_RD, gate_NK).view_as(x), balance     # sum_k gate * row
+
+
+def linear_stack(n, d_in, d_out):
+    return nn.Parameter(torch.empty(n, d_in, d_out)), nn.Parameter(torch.zeros(n, d_out))
 
 
 class MoE(nn.Module):
-    """Shrink or grow (section 3.3): K of E linear (or SwiGLU) experts map a token to another width."""
+    """Shrink or grow (section 3.3): K of E linear or SwiGLU experts map a token to another width."""
     def __init__(self, d_in, d_out, config):
         super().__init__()
-        E, hidden = config.n_expert, config.expert_hidden
+        E = config.n_expert
         self.swiglu = config.swiglu
         self.router = Router(d_in, E, config)
         if self.swiglu:
-            self.fc = nn.Parameter(torch.empty(E, d_in, 2 * hidden))
-            self.fc_bias = nn.Parameter(torch.zeros(E, 2 * hidden))
-        self.down = nn.Parameter(torch.empty(E, hidden if self.swiglu else d_in, d_out))
-        self.down_bias = nn.Parameter(torch.zeros(E, d_out))
+            self.fc, self.fc_bias = linear_stack(E, d_in, 2 * config.expert_hidden)
+            d_in = config.expert_hidden
+        self.down, self.down_bias = linear_stack(E, d_in, d_out)
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        rows = Rows(choice_NK, n_choices=len(self.down))
+        rows = Rows(choice_NK, n_choices=len(self.down_bias))
         h_RF = rows.spread(x_ND)                                # x_ND[token]
         if self.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
@@ -180,7 +180,7 @@ class MoE(nn.Module):
 # ---- GPT-2's own parts ---------------------------------------------------------------------------
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, one (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -244,13 +244,13 @@ class MoEP(nn.Module):
 
     def init_weights(self):
         """GPT-2's, but shrink and grow replace the residual stream, so each expert keeps its size:
-        1/sqrt(fan-in). A SwiGLU expert lifts the small embeddings to size 1, and then brings them back."""
+        1/sqrt(fan-in). A SwiGLU expert lifts the small embeddings to size 1, and brings them back."""
         embedding = 0.02 * math.sqrt(2)                  # the size of token plus position embedding
         for name, p in self.named_parameters():
             std = 0.02
             if name in ('shrink.fc', 'grow.fc'):
                 std = 1 / (embedding * math.sqrt(p.size(1)))
-            elif name in ('shrink.down', 'grow.down'):  # 0.6: size of silu(a) * b, a and b of size 1
+            elif name in ('shrink.down', 'grow.down'):   # 0.6: size of silu(a) * b for a, b of size 1
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
@@ -294,7 +294,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. A full cache is rebuilt from its last half."""
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -339,7 +339,7 @@ class MoEP(nn.Module):
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Rows:
-    """N tokens with K choices each, as R = N*K rows sorted by choice: a contiguous group for each."""
+    """N tokens with K choices each as R = N*K rows, sorted by choice: a contiguous group for each."""
     def __init__(self, choice_NK, n_choices):
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
         self.choice_NK = choice_NK
@@ -365,14 +365,14 @@ class Rows:
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """A block's LayerNorm has its own gain g and bias c. They can go into the map that follows, so that
-    the P blocks differ in their maps alone: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
+    """Gain g and bias c of a LayerNorm can go into the map that follows. Then the P blocks can share
+    the normalised n, and differ in their maps alone: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 
 def order_by_choice(choice_NK, n_choices):
     """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
-    pair, the end row of each group (int32). By counting: a pair's row is how many come before it."""
+    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -412,8 +412,8 @@ class GroupBias(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row. Autocast
-    is applied by hand. Where torch has no kernel (mps, float64, compiled float32, odd widths), a loop."""
+    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
+    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -427,8 +427,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all rows
-    of a group, and with few groups the others idle. So long groups are cut, into up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
+    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -1,5 +1,5 @@
 """
-PaPaformer (Tapaninaho and Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
+PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
 
 A language model composed of smaller ones. Narrow LLaMA-style models, the paths, are trained apart,
 each on its own kind of text. Then their layers are put side by side in the middle of a wider model,
@@ -7,15 +7,15 @@ whose width is the sum of theirs, and that model is trained on text of all kinds
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> Layer Block (256)
 
-Every block of a parallel layer works on every token: unlike a sparse mixture, this saves nothing. What
-varies is the Connection, which joins their outputs. `share` concatenates them and maps them back to the
-width of a path. `gumbel1` and `gumbel2` let each token take one path's output alone, or a linear mix of
-all, as a router chooses. It reads the mix (gumbel1) or the concatenation (gumbel2). With `n_parallel=0`
-this file is a plain LLaMA: the paper's dense baselines, and the paths themselves.
+Every block of a parallel layer works on every token: unlike a sparse mixture, this saves nothing.
+What varies is the Connection, which joins their outputs. `share` concatenates them and maps them
+back to the width of a path. `gumbel1` and `gumbel2` let each token take one path's output alone, or
+a linear mix of all, as a router chooses. It reads the mix (gumbel1) or the concatenation (gumbel2).
+With `n_parallel=0` this file is a plain LLaMA: the paper's dense baselines, and the paths.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
-Measured (six epochs of 3M tokens of stories and of math, three seeds): validation losses of 2.628 and
-3.114 composed with `share`; a dense LLaMA of width 192 is better, 2.241 and 2.595 (docs/results.md).
+Measured (six epochs of 3M tokens of stories and of math, three seeds): validation losses of 2.628
+and 3.114 with `share`; a dense LLaMA of width 192 is better, 2.241 and 2.595 (docs/results.md).
 
 Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller ones):
 - The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and
@@ -91,11 +91,9 @@ class PaPaformerConfig:
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
 # A Connection turns the list of k outputs into one input per next block, and auxiliary losses.
 
-
 class Share(nn.Module):
     """Share-Linear (Fig. 3): a linear map of the concatenated outputs, which all next blocks read.
     Blocks of different widths have a map each. `widths` has one entry per next block."""
-
     def __init__(self, d_in, widths):
         super().__init__()
         self.n_next = len(widths)
@@ -117,10 +115,9 @@ class Gumbel(nn.Module):
 
         y = sum_i pi_i f_i + pi_comb x_comb              Eq. 3, 7
 
-    f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False). Training
-    is straight-through: backward treats pi as the soft weights, so the router learns. A path that was
-    not taken gets its gradient through the mix and the router's input alone."""
-
+    f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
+    Training is straight-through: backward treats pi as the soft weights, so the router learns. A
+    path that was not taken gets its gradient through the mix and the router's input alone."""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -140,7 +137,6 @@ class Gumbel(nn.Module):
 
 class Router(nn.Module):
     """Scores k+1 choices per token, the k paths and their mix -> weights (B, T, k+1), losses."""
-
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -160,9 +156,9 @@ class Router(nn.Module):
 
 
 def routing_losses(logits, sampled, form):
-    """Eq. 8 and 9 over all k+1 choices. A token's entropy is high while its choice is open, the load's
-    if all choices are used alike. The text wants both high, so `intended` minimises their negatives.
-    (`released` takes them of one-hot samples: a token's entropy is then 0, whatever its logits.)"""
+    """Eq. 8 and 9 over all k+1 choices. A token's entropy is high while its choice is open, the
+    load's if all choices are used alike. The text wants both high, so `intended` minimises their
+    negatives. (`released` uses one-hot samples: a token's entropy is then 0, whatever its logits.)"""
     pi = sampled if form == 'released' else logits.softmax(-1)            # (B, T, k+1)
     load = pi.flatten(0, -2).mean(0)                                      # (k+1,) use of each
     token_entropy = -(pi * (pi + 1e-8).log()).sum(-1).mean()              # Eq. 8; 1e-8 as released
@@ -176,7 +172,6 @@ def routing_losses(logits, sampled, form):
 
 class ParallelLayer(nn.Module):
     """k blocks side by side, each over all tokens, and the Connection that joins them."""
-
     def __init__(self, config, layer, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
@@ -196,7 +191,6 @@ class ParallelLayer(nn.Module):
 
 # ---- The LLaMA block, for Layer Blocks, parallel blocks and paths --------------------------------
 
-
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
     with position."""
@@ -212,7 +206,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, one (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -230,7 +224,6 @@ def attend(q, k, v, cache, layer, dropout):
 
 class Block(nn.Module):
     """Fig. 1: RMSNorm, rotary attention, RMSNorm, SwiGLU. `layer` is its place in the KV cache."""
-
     def __init__(self, config, layer, d, n_head, hidden, dropout):
         super().__init__()
         hidden = hidden or math.ceil(8 * d / 3 / 32) * 32
@@ -255,7 +248,6 @@ class Block(nn.Module):
 
 
 # ---- The model -----------------------------------------------------------------------------------
-
 
 class PaPaformer(nn.Module):
     def __init__(self, config):
@@ -322,7 +314,7 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. A full cache is rebuilt from its last half."""
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -358,7 +350,6 @@ class PaPaformer(nn.Module):
 
 
 # ---- Surgery, and which path is used -------------------------------------------------------------
-
 
 def compose(paths, **settings):
     """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
@@ -430,7 +421,6 @@ def path_accuracy(choices, path):
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
 
 def head_loss(x, weight, targets, reduction):
     """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a

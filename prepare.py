@@ -2,14 +2,14 @@
 Text -> uint16 token bins and a tokenizer.
 
     python prepare.py toy                                # toy corpora of our own, no network
-    python prepare.py text --name mine --input book.txt  # your own .txt and .jsonl, also .gz and .xz
-    python prepare.py babylm [--input FOLDER]            # also tinystories, openmath, simplewiki, blimp
+    python prepare.py text --name mine --input book.txt  # your own .txt and .jsonl, .gz and .xz
+    python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
-A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in front,
-one after each document), meta.json and the tokenizer's own file. It is written into a hidden folder
-and renamed when whole. Documents go to a temporary file first and are then handled as (offset, length)
-pairs, so memory stays small: 150 bytes per document, about 1 MB of text per worker. CRLF becomes \\n
-and blank lines around a document go; nothing else is changed.
+A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
+front, one after each document), meta.json and the tokenizer's own file. It is written into a hidden
+folder and renamed when whole. Documents go to a temporary file first and are then handled as
+(offset, length) pairs, so memory stays small: 150 bytes per document, about 1 MB of text per
+worker. CRLF becomes \\n and blank lines around a document go; nothing else is changed.
 """
 
 import contextlib
@@ -40,7 +40,6 @@ from plumbing.wiki import read_wiki
 
 # ---- Readers: files -> documents ----------------------------------------------------------------
 
-
 def read_rows(path, fields):
     """The documents of a .jsonl file: the named fields of each row, joined by a newline."""
     for number, line in read_lines(path):
@@ -60,7 +59,7 @@ def read_rows(path, fields):
 
 
 def read_text(path, split):
-    """The documents of a text file; each ends at <|endoftext|>, a blank line, a line, or some 16 KB."""
+    """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
     if split == 'auto':
         head = ''.join(line for _, (_, line) in zip(range(10000), read_lines(path)))
         split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n\s*\S', head) else 'passage'
@@ -99,8 +98,8 @@ def read_documents(path, split='auto', fields=('text',)):
 
 
 def find_files(inputs):
-    """[(split, path)] of files and folders. If some names say train and others val, valid or dev, they
-    are believed (and test files stay out); else everything is train, and val is cut from it later."""
+    """[(split, path)] of files and folders. If some names say train and others val, valid or dev,
+    they are believed, and test files stay out. Else all is train, and val is cut from it later."""
     found = []
     for given in map(Path, inputs):
         if not given.exists():
@@ -126,14 +125,14 @@ def role_of(path):
 
 # ---- Documents -> a data set --------------------------------------------------------------------
 
-
 @contextlib.contextmanager
 def new_folder(target, overwrite=False):
-    """A hidden folder that takes the name `target` if the block ends well, and vanishes if it does not."""
+    """A hidden folder that takes the name `target` if the block ends well, and vanishes if not."""
     if target.exists() and not overwrite:
         raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
     ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
-    if target.is_file() or target.exists() and any(not re.fullmatch(ours, p.name) for p in target.iterdir()):
+    others = [p for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
+    if target.is_file() or others:
         raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it')
     work = target.parent / f'.{target.name}.{uuid.uuid4().hex[:12]}'
     try:
@@ -149,8 +148,8 @@ def new_folder(target, overwrite=False):
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None, jobs=None,
-                   overwrite=False, source=(), settings=None):
+def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None,
+                   jobs=None, overwrite=False, source=(), settings=None):
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
@@ -267,7 +266,6 @@ def encode_split(work, split, spans, end, jobs):
 
 # ---- The toy corpora, from the grammars in plumbing/toy.py --------------------------------------
 
-
 def make_missing_toys(names, root='data'):
     """A run that asks for a toy corpus gets it."""
     if any(name in TOYS and not Path(root, name).exists() for name in names):
@@ -275,8 +273,8 @@ def make_missing_toys(names, root='data'):
 
 
 def make_toy(root='data', overwrite=False):
-    """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a task
-    (toy_glue). toy_bytes is toy_stories once more, as chunks of bytes. -> what was missing"""
+    """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
+    task (toy_glue). toy_bytes is toy_stories once more, as chunks of bytes. -> what was missing"""
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     if not missing:
         return []
@@ -299,9 +297,11 @@ def make_toy(root='data', overwrite=False):
                 write_data_set(target, documents, tokenizer, val_fraction=0.02, byte_limit=byte_limit,
                                overwrite=overwrite, source=['prepare.py toy'])
             elif target.name == 'toy_blimp':
-                seen = {line for text in texts['toy_stories'] for line in re.split(r'(?<=[.!?"]) ', text)}
+                stories = ' '.join(texts['toy_stories'])
+                seen = set(re.split(r'(?<=[.!?"]) ', stories))
                 length = lambda text: len(tokenizer.encode(text))
-                write_jsonl(target, {kind: minimal_pairs(kind, seen, length) for kind in SCENES}, overwrite)
+                pairs = {kind: minimal_pairs(kind, seen, length) for kind in SCENES}
+                write_jsonl(target, pairs, overwrite)
             else:
                 rows = subject_rows(2300)
                 write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
@@ -320,7 +320,6 @@ def write_jsonl(target, files, overwrite):
 
 # ---- The command line ---------------------------------------------------------------------------
 
-
 def land_pairs(target, inputs, expected, overwrite):
     """Minimal pairs stay as they are: .jsonl files, whose rows are checked."""
     files = [path for _, path in find_files(inputs) if path.suffix == '.jsonl']
@@ -337,14 +336,14 @@ def read_arguments(argv):
     parser = Parser(__doc__)
     parser.add_argument('what', choices=['toy', 'text', *NAMED])
     parser.add_argument('--name', help='data set to write, data/NAME')
-    parser.add_argument('--input', nargs='+', help='files and folders: .txt .jsonl, .gz and .xz of them')
+    parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
     parser.add_argument('--out', default='data', help='where data sets go (default data)')
     parser.add_argument('--vocab_size', type=int, help='train a BPE of this size (default 16384)')
-    parser.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken file, a tokenizer.json, data/NAME')
-    parser.add_argument('--chunks', action='store_true', help='symbol streams for the byte-level model')
-    parser.add_argument('--byte_limit', type=int, default=12, help='with --chunks: bytes in one (default 12)')
+    parser.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
+    parser.add_argument('--chunks', action='store_true', help='symbols for the byte-level model')
+    parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk (default 12)')
     parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
-                        help='what ends a document; auto: end-of-text, else blank lines, else some 16 KB')
+                        help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=float, default=0.01,
                         help='where no file is named val, valid or dev (default 0.01)')

@@ -85,11 +85,9 @@ class SelfMoEConfig:
 
 # ---- The idea: a gate around each block ----------------------------------------------------------
 
-
 class Gate(nn.Module):
     """G_i (section 3.3): a matrix mixes the channels of the block's input, a vector weights each
     channel, a scalar weights all alike."""
-
     def __init__(self, kind, d):
         super().__init__()
         shape = dict(matrix=(d, d), vector=(d,), scalar=())[kind]
@@ -165,7 +163,7 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. A full cache is rebuilt from its last half."""
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -213,7 +211,6 @@ def mean_size(h):
 
 # ---- The LLaMA block that gates stand around -----------------------------------------------------
 
-
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
     with position."""
@@ -229,7 +226,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, one (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -247,7 +244,6 @@ def attend(q, k, v, cache, layer, dropout):
 
 class FFN(nn.Module):
     """SwiGLU. It has no auxiliary losses: {}."""
-
     def __init__(self, d, hidden):
         super().__init__()
         self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
@@ -260,7 +256,6 @@ class FFN(nn.Module):
 
 class Block(nn.Module):
     """B_i (Eq. 6 and 7): RMSNorm, rotary grouped-query attention, RMSNorm, FFN or mixture."""
-
     def __init__(self, config, layer):
         super().__init__()
         c, D = config, config.n_embd
@@ -287,7 +282,6 @@ class Block(nn.Module):
 
 
 # ---- Surgery: add gates to a trained model, remove some after training ---------------------------
-
 
 def rebuild(model, **changes):
     """A model with another config, in the same mode. What both have keeps its weights."""
@@ -361,7 +355,6 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
 
 class GateTable(list):
     """A dict per gate: its layer, the perplexities without and with it, whether it was kept."""
-
     def __str__(self):
         lines = ['gates     layer   without      with    change   (perplexity through the head)']
         for row in self:
@@ -374,10 +367,8 @@ class GateTable(list):
 
 # ---- The mixture it is compared with -------------------------------------------------------------
 
-
 class Router(nn.Module):
     """Scores E experts per token -> weights (N, E), 0 for all but its best K; balance loss."""
-
     def __init__(self, d, n_expert, top_k):
         super().__init__()
         self.linear = nn.Linear(d, n_expert, bias=False)
@@ -399,7 +390,6 @@ class Mixture(nn.Module):
     0 drops what was not chosen. In the paper's case, 2 of 2, nothing is dropped, and a step takes 22.0
     ms instead of 24.0 with tokens sorted by expert (one H200, 64 x 512). With K < E the experts cost
     E/K times what the chosen ones alone would."""
-
     def __init__(self, d, hidden, n_expert, top_k):
         super().__init__()
         self.router = Router(d, n_expert, top_k)
@@ -430,7 +420,6 @@ def upcycle(model, n=2, k=2):
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
 
 def head_loss(x, weight, targets, reduction):
     """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a

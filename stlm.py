@@ -22,13 +22,13 @@ Departures from the paper, and gaps it leaves:
 - It decodes all bytes of a chunk at once (`decoder='parallel'`): given the core's state they are
   independent. By default (`causal`) a byte also sees the earlier ones of its chunk, which makes a
   better probability model. Both read one projection of the state; the release has one per slot.
-- Of the byte parts' width it says "64 for example". Ours is 128, and they still have 96% fewer
-  parameters than the table they replace. Encoder, decoder and head share one table of symbols. They
-  have learned positions and no dropout. The mean over a chunk includes its end-of-chunk.
+- It gives the byte parts no width but "64 for example". Ours is 128, and they still have 96% fewer
+  parameters than the table they replace. Encoder and decoder have learned positions and no dropout,
+  and share the table of symbols with the head. The mean over a chunk includes its end-of-chunk.
 - The core begins with a learned vector, from which the first chunk of a text is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
 - Under a dropout schedule (section 5.5) attention has no dropout; the release schedules it too.
-  There, too, `linear` rises and `triangle` has four cycles; in train.py they fall and have one.
+  Its `linear` schedule rises and its `triangle` has four cycles; ours falls, and has one.
 
 Dimension letters: B batch, T sequence (tokens or symbols), C whole chunks, L slots of a chunk,
 D width, d width of the byte parts or of one head, H heads, V vocabulary.
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         self.dropout = Dropout(c.dropout)
 
     def layers(self, x, mix):
-        """(B, T, D) -> final-norm states (B, T, D). mix(q, k, v, layer) is the attention itself."""
+        """(B, T, D) -> final-norm states (B, T, D). mix(q, k, v, layer) computes the attention."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i % len(self.attention), i % len(self.ffn)    # 0 if shared
@@ -203,6 +203,7 @@ class Adapter(nn.Module):
 
 
 def adapted(linear, x, adapters, name):
+    """linear(x), plus what the layer's own adapter of that name adds, if it has one."""
     y = linear(x)
     return y + adapters[name](x) if name in adapters else y
 
@@ -225,7 +226,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, one (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -428,7 +429,7 @@ class STLM(Transformer):
         return total, active
 
 
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
+# ---- Fast path: the same numbers, sooner (docs/speed.md) -----------------------------------------
 
 
 def head_loss(x, weight, targets, reduction):

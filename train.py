@@ -38,7 +38,6 @@ from plumbing.settings import read_settings
 
 # ---- One step -----------------------------------------------------------------------------------
 
-
 def train_step(model, optimizer, data, starts, memory, s, machine):
     """One update from the chunks at `starts` -> mean loss and auxiliary values, gradient norm.
     The micro-batches are dealt to the processes in turn: W processes with A micro-batches each see
@@ -66,7 +65,6 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
 
 
 # ---- Optimiser, schedules, compilation ----------------------------------------------------------
-
 
 def make_optimizer(model, s, machine):
     """AdamW that decays matrices. Stacked vectors look like matrices; they are named ...gain or ...bias."""
@@ -117,7 +115,6 @@ def compile_model(model):
 
 
 # ---- The run ------------------------------------------------------------------------------------
-
 
 def evaluate(model, corpus, data, it, machine):
     """Score every val set, with a line on the screen for each, and see where the tokens go -> the log."""

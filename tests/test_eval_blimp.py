@@ -1,4 +1,5 @@
-"""eval_blimp.py: scores by hand, batches against single sentences, rules for pairs, and what it says to mistakes."""
+"""eval_blimp.py: scores by hand, batches against single sentences, rules for pairs, and what it says to
+mistakes."""
 
 import importlib.util
 import json
@@ -16,26 +17,31 @@ import torch.nn.functional as F
 
 import eval_blimp
 import prepare
-import train
 from conftest import ROOT
-from eval_blimp import Sentences, evaluate, read_pairs, score
+from eval_blimp import Sentences, evaluate, read_pairs, score_sentences
 from moep import MoEP, MoEPConfig
-from prepare import UserError
+from plumbing.checkpoint import load_checkpoint
+from plumbing.cli import UserError
+from plumbing.tokenizer import copy_tokenizer, load_meta, load_tokenizer
 
 EOT = 256
 BYTES = SimpleNamespace(encode=lambda text: list(text.encode()), eot=EOT, n_vocab=257)
-CHUNKS = SimpleNamespace(encode=lambda text: [i for b in text.encode() for i in (b, 256, 258, 258)], eot=257, n_vocab=259)
-TINY = dict(vocab_size=257, block_size=64, n_head=2, n_embd=16, n_head_parallel=1, n_embd_parallel=16, n_block=2,
-            n_expert=2, top_k=1, dropout=0.1)
+CHUNKS = SimpleNamespace(encode=lambda text: [i for b in text.encode() for i in (b, 256, 258, 258)],
+                         eot=257, n_vocab=259)
+TINY = dict(vocab_size=257, block_size=64, n_layer=2, n_head=2, n_embd=16, n_head_parallel=1,
+            n_embd_parallel=16, n_block=2, n_expert=2, top_k=1, dropout=0.1)
 WORDS = 'the a cat dog man woman sees see likes like himself herself that who never ever'.split()
+TEXT = 'The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n'
 
 
 def write_pairs(folder, files):
     """{paradigm: [(good, bad) or a whole row]} as a folder in BLiMP's format."""
     folder.mkdir(exist_ok=True)
     for name, pairs in files.items():
-        rows = [p if isinstance(p, dict) else dict(sentence_good=p[0], sentence_bad=p[1], UID=name) for p in pairs]
-        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+        rows = [p if isinstance(p, dict) else dict(sentence_good=p[0], sentence_bad=p[1], UID=name)
+                for p in pairs]
+        text = ''.join(json.dumps(row) + '\n' for row in rows)
+        (folder / f'{name}.jsonl').write_text(text, encoding='utf-8')
     return folder
 
 
@@ -49,7 +55,7 @@ def score_texts(model, texts, tokenizer=BYTES, slots=1, pad=-1, mode='harness', 
     """{text: score}, as the tool finds it."""
     paradigms = {'p': eval_blimp.Paradigm(None, None, [('f', 1)], list(texts), list(texts))}
     sentences = Sentences(paradigms, tokenizer, slots, pad, mode)
-    scores = score(model, sentences, budget)
+    scores = score_sentences(model, sentences, budget)
     return {text: float(scores[sentences.number[text]]) for text in texts}
 
 
@@ -68,13 +74,13 @@ class Bigrams(nn.Module):
         return None, nats.masked_fill(targets < 0, 0.0), {}
 
 
-HALVES = Bigrams({(EOT, ' '): 1 / 2, (EOT, 'a'): 1 / 16, (' ', 'a'): 1 / 2, (' ', 'b'): 1 / 4, ('a', 'b'): 1 / 8,
-                  ('b', 'a'): 1 / 4, ('a', 'a'): 1 / 2})
+HALVES = Bigrams({(EOT, ' '): 1 / 2, (EOT, 'a'): 1 / 16, (' ', 'a'): 1 / 2, (' ', 'b'): 1 / 4,
+                  ('a', 'b'): 1 / 8, ('b', 'a'): 1 / 4, ('a', 'a'): 1 / 2})
 
 
 def tiny_moep(form, seed=0):
     torch.manual_seed(seed)
-    model = MoEP(MoEPConfig(**TINY, **(dict(n_parallel=2) if form == 'moep' else dict(n_parallel=0)), n_layer=2))
+    model = MoEP(MoEPConfig(**TINY, n_parallel=2 if form == 'moep' else 0))
     with torch.no_grad():                                # far from uniform, so that an error would show
         for p in model.parameters():
             p.mul_(5 if p.dim() > 1 else 1)
@@ -82,32 +88,38 @@ def tiny_moep(form, seed=0):
 
 
 class ChunkModel(nn.Module):
-    """A byte-level model in miniature: mean of a chunk's bytes, causal mean over chunks, causal inside a chunk."""
+    """A byte-level model in miniature: mean of a chunk's bytes, causal mean over chunks, causal inside a
+    chunk."""
 
     def __init__(self, slots, d=16):
         super().__init__()
         torch.manual_seed(1)
-        self.slots, self.config = slots, SimpleNamespace(block_size=64 * slots)
-        self.embed, self.core, self.head = nn.Embedding(259, d), nn.Linear(d, d), nn.Linear(d, 259)
+        self.slots = slots
+        self.config = SimpleNamespace(block_size=64 * slots)
+        self.embed = nn.Embedding(259, d)
+        self.core = nn.Linear(d, d)
+        self.head = nn.Linear(d, 259)
         nn.init.normal_(self.head.weight, std=1.0)
 
     def forward(self, idx, targets=None, reduction='mean'):
         B, T = idx.shape
-        assert T % self.slots == 0 and (idx.view(B, -1, self.slots)[:, :, 0] != 258).all()   # whole chunks, none empty
+        assert T % self.slots == 0                                           # whole chunks
+        assert (idx.view(B, -1, self.slots)[:, :, 0] != 258).all()           # none of them empty
         e = self.embed(idx).view(B, -1, self.slots, 16)
         real = (idx != 258).view(B, -1, self.slots, 1)
         chunk = (e * real).sum(2) / real.sum(2)                              # 0 / 0 for an empty chunk
         steps = torch.arange(1, chunk.size(1) + 1)[:, None]
         h = torch.tanh(self.core(chunk.cumsum(1) / steps))                   # (B, chunks, d)
         before = torch.cat((torch.zeros(B, 1, 16), h[:, :-1]), 1)[:, :, None]
-        inside = before + e.cumsum(2)                                        # slot t has read its chunk up to t
-        inside = torch.cat((inside[:, :, :-1], h[:, :, None]), 2)            # the last slot opens the next chunk
+        inside = before + e.cumsum(2)                            # slot t has read its chunk up to t
+        inside = torch.cat((inside[:, :, :-1], h[:, :, None]), 2)            # the last opens the next chunk
         logits = self.head(inside.view(B, T, 16))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='none')
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction='none')
         return None, loss.view(B, T), {}
 
 
-# ------------------------------------------------------------------------------------------------ scores by hand
+# ---- Scores by hand -----------------------------------------------------------------------------
 
 
 def test_harness_scores_by_hand():
@@ -131,21 +143,22 @@ def test_babylm2025_scores_by_hand():
 def test_chunk_scores_by_hand():
     """Uniform over 259 symbols: bytes and ends of chunks are scored, padding and the first chunk are not."""
     model = ChunkModel(4)
-    nn.init.zeros_(model.head.weight), nn.init.zeros_(model.head.bias)
-    for mode, scored in (('harness', 3 * 2), ('babylm2025', 2)):             # ' ab' is three chunks, 'ab' two
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    for mode, scored in (('harness', 3 * 2), ('babylm2025', 2)):     # ' ab' is three chunks, 'ab' two
         scores = score_texts(model, ['ab'], CHUNKS, 4, 258, mode)
         assert scores['ab'] == pytest.approx(-scored * math.log(259), abs=1e-4)
 
 
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
     # ab and ba are a tie in harness mode: 1/32 each; aa is better than both
-    files = {'tie': [('ab', 'ba'), ('ba', 'ab')], 'same': [('ab', 'ab'), ('aa', 'ab')], 'wrong': [('ab', 'aa')]}
+    files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')], wrong=[('ab', 'aa')])
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     sentences = Sentences(paradigms, BYTES)
-    result = evaluate(paradigms, sentences, score(HALVES, sentences))
-    assert {name: r['accuracy'] for name, r in result.items()} == {'tie': 100.0, 'same': 100.0, 'wrong': 0.0}
-    assert {name: r['identical'] for name, r in result.items()} == {'tie': 0, 'same': 1, 'wrong': 0}
-    assert {name: r['ties'] for name, r in result.items()} == {'tie': 2, 'same': 0, 'wrong': 0}
+    result = evaluate(paradigms, sentences, score_sentences(HALVES, sentences))
+    assert {name: r['accuracy'] for name, r in result.items()} == dict(tie=100.0, same=100.0, wrong=0.0)
+    assert {name: r['identical'] for name, r in result.items()} == dict(tie=0, same=1, wrong=0)
+    assert {name: r['ties'] for name, r in result.items()} == dict(tie=2, same=0, wrong=0)
 
 
 def test_shorter_sentence_baseline(tmp_path):
@@ -153,21 +166,24 @@ def test_shorter_sentence_baseline(tmp_path):
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     for mode in ('harness', 'babylm2025'):
         sentences = Sentences(paradigms, BYTES, mode=mode)
-        assert evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))['p']['shorter'] == 62.5
+        result = evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))
+        assert result['p']['shorter'] == 62.5
 
 
 @pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
 def test_a_sentence_fits_or_is_an_error_with_its_line(tmp_path, mode, longest):
-    """At block_size 7: all but the last letter are read, with end-of-text and a space before them or without."""
+    """At block_size 7: all but the last letter are read, with end-of-text and a space before them or
+    without."""
     pairs = [('a', 'b'), ('a' * longest, 'a'), ('a', 'a' * (longest + 1))]
     paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs[:2]}))
     Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
     paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs}))
-    with pytest.raises(UserError, match=r'p\.jsonl:3: a sentence needs 8 tokens of context.*block_size is 7'):
+    message = r'p\.jsonl:3: a sentence needs 8 tokens of context.*block_size is 7'
+    with pytest.raises(UserError, match=message):
         Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
 
 
-# ------------------------------------------------------------------------------------------------ batches
+# ---- Batches ------------------------------------------------------------------------------------
 
 
 def one_by_one(model, text, mode, tokenizer=BYTES, slots=1, pad=-1):
@@ -194,35 +210,41 @@ def test_batched_equals_one_by_one(form, mode):
         assert score_texts(model, texts, *kind, mode, budget) == pytest.approx(expected, abs=1e-4)
 
 
-SAME = {'moduleformer_joint', 'moduleformer_math'}      # as config/moduleformer_lifelong.py and config/moduleformer.py
+SAME = {'moduleformer_joint', 'moduleformer_math'}       # as moduleformer_lifelong and moduleformer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('config', sorted({p.stem for p in ROOT.glob('config/*.py')} - SAME))
 def test_batched_equals_one_by_one_for_every_config(smoke, data_dir, config):
-    """Whatever models there are: two steps of training on their own toy data, then real pairs in both modes."""
+    """Whatever models there are: two steps of training on their own toy data, then real pairs in both
+    modes."""
     folder = smoke(f'config/{config}.py')
-    model, ckpt = train.load_checkpoint(folder)
-    meta, tokenizer = prepare.load_meta(folder), prepare.load_tokenizer(folder)
-    pairs = [p for paradigm in read_pairs(data_dir / 'toy_blimp').values() for p in (paradigm.good[0], paradigm.bad[0])]
-    kind = tokenizer, meta.get('slots', 1), meta.get('pad', -1)
+    model, _ = load_checkpoint(folder)
+    meta = load_meta(folder)
+    toy = read_pairs(data_dir / 'toy_blimp').values()
+    pairs = [text for paradigm in toy for text in (paradigm.good[0], paradigm.bad[0])]
+    kind = load_tokenizer(folder), meta.get('slots', 1), meta.get('pad', -1)
     for mode in ('harness', 'babylm2025'):
         expected = {text: one_by_one(model, text, mode, *kind) for text in pairs}
         assert score_texts(model, pairs, *kind, mode, 4096) == pytest.approx(expected, abs=1e-4)
 
 
 def test_order_of_files_and_batch_size_change_nothing(tmp_path):
-    model, files = tiny_moep('moep'), {f'p{i}': random_pairs(25, seed=i) for i in range(3)}
+    model = tiny_moep('moep')
+    files = [random_pairs(25, seed=i) for i in range(3)]
     found = []
     for i, (names, budget) in enumerate([('abc', 700), ('cab', 700), ('abc', 64), ('bca', 100_000)]):
-        renamed = {letter: files[f'p{j}'] for letter, j in zip(names, range(3))}         # read in another order
+        renamed = dict(zip(names, files))                # read in another order
         paradigms = read_pairs(write_pairs(tmp_path / str(i), renamed))
         sentences = Sentences(paradigms, BYTES)
-        result = evaluate(paradigms, sentences, score(model, sentences, budget))
+        result = evaluate(paradigms, sentences, score_sentences(model, sentences, budget))
         found.append([result[letter] for letter in names])
-    assert found[0][0]['good'] == found[1][0]['good'] and found[0][2]['bad'] == found[1][2]['bad']   # to the last bit
+    assert found[0][0]['good'] == found[1][0]['good']    # to the last bit
+    assert found[0][2]['bad'] == found[1][2]['bad']
     for other in found[1:]:
         for a, b in zip(found[0], other):
-            assert a['accuracy'] == b['accuracy'] and a['good'] == pytest.approx(b['good'], abs=1e-4)
+            assert a['accuracy'] == b['accuracy']
+            assert a['good'] == pytest.approx(b['good'], abs=1e-4)
 
 
 def test_batches_keep_to_their_budget_and_hold_everything():
@@ -233,25 +255,29 @@ def test_batches_keep_to_their_budget_and_hold_everything():
     assert all(len(rows) * sentences.width[rows].max() <= 200 for rows in batches)
 
 
-# ------------------------------------------------------------------------------------------------ groups and subsets
+# ---- Groups and subsets -------------------------------------------------------------------------
 
 
 def test_groups_join_what_is_spelt_twice(tmp_path):
     row = lambda term, area: dict(sentence_good='a', sentence_bad='b', linguistics_term=term, field=area)
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', {
-        'x': [row('s-selection', 'syntax')], 'y': [row('argument_structure', 'syntax/semantics')] * 3,
-        'z': [row('binding', 'syntax_semantics')]}))
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', dict(
+        x=[row('s-selection', 'syntax')],
+        y=[row('argument_structure', 'syntax/semantics')] * 3,
+        z=[row('binding', 'syntax_semantics')])))
     names = {(heading, name): members for heading, name, members in eval_blimp.groups(paradigms)}
     assert names['', 'overall'] == ['x', 'y', 'z']
-    assert names['field', 'syntax_semantics'] == ['y', 'z'] and names['phenomenon', 'argument_structure'] == ['x', 'y']
-    assert eval_blimp.mean({'x': 100, 'y': 0, 'z': 50}, ['x', 'y', 'z']) == 50       # each paradigm once, not each pair
+    assert names['field', 'syntax_semantics'] == ['y', 'z']
+    assert names['phenomenon', 'argument_structure'] == ['x', 'y']
+    # each paradigm counts once, not each pair
+    assert eval_blimp.mean(dict(x=100, y=0, z=50), ['x', 'y', 'z']) == 50
 
 
 def test_published_columns():
     columns = eval_blimp.published_columns(['wh_island'])
     overall = {name: round(sum(c.values()) / len(c), 1) for name, c in columns.items()}
     assert all(len(c) == 67 for c in columns.values())
-    assert overall == {'5-gram': 61.2, 'LSTM': 69.8, 'GPT-2': 83.0, 'human': 88.6}   # as the authors give them
+    # as the authors give them
+    assert overall == {'5-gram': 61.2, 'LSTM': 69.8, 'GPT-2': 83.0, 'human': 88.6}
     assert eval_blimp.published_columns(['wh_island', 'a_toy_paradigm']) == {}
 
 
@@ -269,22 +295,24 @@ def test_subset(tmp_path):
             read_pairs(data, 'fast')
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# ---- The command --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
     """Two run folders with checkpoints, as train.py leaves them."""
     root = tmp_path_factory.mktemp('runs')
-    (root / 'text.txt').write_text('The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n')
-    prepare.main(['text', '--name', 'set', '--input', str(root / 'text.txt'), '--tokenizer', 'bytes', '--out', str(root)])
+    (root / 'text.txt').write_text(TEXT)
+    prepare.main(['text', '--name', 'set', '--input', str(root / 'text.txt'), '--tokenizer', 'bytes',
+                  '--out', str(root)])
+    tokenizer = load_tokenizer(root / 'set').hash
     for form in ('moep', 'gpt2'):
         (root / form).mkdir()
-        prepare.copy_tokenizer(root / 'set', root / form)
+        copy_tokenizer(root / 'set', root / form)
         for name, step in (('ckpt', 20), ('ckpt_2K', 2), ('ckpt_10K', 10)):
             model = tiny_moep(form, seed=step)
-            state = dict(model='moep', config=asdict(model.config), settings={}, iter=step, tokenizer=prepare.load_tokenizer(root / 'set').hash,
-                         weights=model.state_dict(), words=1000.0 * step)
+            state = dict(model='moep', config=asdict(model.config), settings={}, iter=step,
+                         tokenizer=tokenizer, weights=model.state_dict(), words=1000.0 * step)
             torch.save(state, root / form / f'{name}.pt')
     return root
 
@@ -299,7 +327,8 @@ def call(monkeypatch, capsys):
 
 
 def test_one_checkpoint(call, runs, tmp_path):
-    files = {'wh_island': random_pairs(10), 'transitive': random_pairs(10, 1), 'causative': random_pairs(10, 2)}
+    names = ('wh_island', 'transitive', 'causative')
+    files = {name: random_pairs(10, seed) for seed, name in enumerate(names)}
     data = write_pairs(tmp_path / 'd', files)
     out = call(runs / 'moep', '--data', data, '--paradigms', '--json', tmp_path / 'x.json', '--device', 'cpu')
     for word in '30 pairs|3 paradigms|overall|shorter|5-gram|LSTM|GPT-2|human|wh_island|78.9'.split('|'):
@@ -307,54 +336,83 @@ def test_one_checkpoint(call, runs, tmp_path):
     found = json.loads((tmp_path / 'x.json').read_text())
     run, = found['runs']
     accuracies = []
+    model = tiny_moep('moep', 20)
+    score = lambda text: one_by_one(model, text, 'harness')
     for name, pairs in files.items():
         r = run['paradigms'][name]
-        right = [one_by_one(tiny_moep('moep', 20), g, 'harness') >= one_by_one(tiny_moep('moep', 20), b, 'harness')
-                 for g, b in pairs]
-        assert [g >= b for g, b in zip(r['good'], r['bad'])] == right and r['lines'] == list(range(1, 11))
+        right = [score(good) >= score(bad) for good, bad in pairs]
+        assert [good >= bad for good, bad in zip(r['good'], r['bad'])] == right
+        assert r['lines'] == list(range(1, 11))
         accuracies.append(100 * np.mean(right))
     assert run['overall'] == pytest.approx(np.mean(accuracies)) and not list(tmp_path.glob('*.tmp'))
-    plain = call(runs / 'moep', '--data', write_pairs(tmp_path / 'e', {**files, 'mine': random_pairs(5)}))
-    assert 'human' not in plain and 'wh_island' not in plain                 # not BLiMP; no --paradigms
+    others = write_pairs(tmp_path / 'e', {**files, 'mine': random_pairs(5)})
+    plain = call(runs / 'moep', '--data', others)
+    assert 'human' not in plain and 'wh_island' not in plain     # not BLiMP; no --paradigms
 
 
 def test_mode_subset_and_groups_reach_the_file(call, runs, tmp_path):
     areas = dict(p='syntax', q='syntax', r='semantics')
-    rows = {name: [dict(sentence_good=g, sentence_bad=b, UID=name, field=area, linguistics_term=f'of {name}') for g, b in random_pairs(9, i)]
-            for i, (name, area) in enumerate(areas.items())}
+    rows = {}
+    for i, (name, area) in enumerate(areas.items()):
+        about = dict(UID=name, field=area, linguistics_term=f'of {name}')
+        rows[name] = [dict(sentence_good=g, sentence_bad=b, **about) for g, b in random_pairs(9, i)]
     data = write_pairs(tmp_path / 'd', rows)
-    (data / 'blimp_fast_pair_ids.json').write_text(json.dumps({name: [1, 4, 5, 6, 8] for name in areas}))
-    call(runs / 'moep', '--data', data, '--mode', 'babylm2025', '--subset', 'fast', '--json', tmp_path / 'x.json')
+    some = [1, 4, 5, 6, 8]
+    (data / 'blimp_fast_pair_ids.json').write_text(json.dumps({name: some for name in areas}))
+    call(runs / 'moep', '--data', data, '--mode', 'babylm2025', '--subset', 'fast',
+         '--json', tmp_path / 'x.json')
     run, = json.loads((tmp_path / 'x.json').read_text())['runs']
     right = {name: run['paradigms'][name]['accuracy'] for name in areas}
+    model = tiny_moep('moep', 20)
     for name in areas:
-        found, kept = run['paradigms'][name], [rows[name][i] for i in (1, 4, 5, 6, 8)]
         for side in ('good', 'bad'):
-            assert found[side] == pytest.approx([one_by_one(tiny_moep('moep', 20), r[f'sentence_{side}'], 'babylm2025') for r in kept], abs=1e-4)
+            texts = [rows[name][i][f'sentence_{side}'] for i in some]
+            expected = [one_by_one(model, text, 'babylm2025') for text in texts]
+            assert run['paradigms'][name][side] == pytest.approx(expected, abs=1e-4)
+    assert len(set(right.values())) > 1
     assert run['fields'] == pytest.approx(dict(semantics=right['r'], syntax=(right['p'] + right['q']) / 2))
-    assert run['phenomena'] == pytest.approx({f'of {name}': right[name] for name in areas}) and len(set(right.values())) > 1
+    assert run['phenomena'] == pytest.approx({f'of {name}': right[name] for name in areas})
 
 
 def test_the_byte_level_tokenizer_gives_whole_chunks(tmp_path):
-    (tmp_path / 'text.txt').write_text('The cat sees the dog.\n\nThe dogs see the cat.\n\nThe end.\n')
-    prepare.main(['text', '--name', 'set', '--input', str(tmp_path / 'text.txt'), '--tokenizer', 'bytes', '--chunks',
-                  '--byte_limit', '3', '--out', str(tmp_path)])
-    tokenizer, meta = prepare.load_tokenizer(tmp_path / 'set'), prepare.load_meta(tmp_path / 'set')
-    assert (meta['slots'], meta['pad']) == (4, 258) and tokenizer.encode('ab') == CHUNKS.encode('ab')
-    model, kind = ChunkModel(4), (tokenizer, meta['slots'], meta['pad'])
+    (tmp_path / 'text.txt').write_text(TEXT)
+    prepare.main(['text', '--name', 'set', '--input', str(tmp_path / 'text.txt'), '--tokenizer', 'bytes',
+                  '--chunks', '--byte_limit', '3', '--out', str(tmp_path)])
+    tokenizer = load_tokenizer(tmp_path / 'set')
+    meta = load_meta(tmp_path / 'set')
+    assert (meta['slots'], meta['pad']) == (4, 258)
+    assert tokenizer.encode('ab') == CHUNKS.encode('ab')
+    model = ChunkModel(4)
+    kind = tokenizer, meta['slots'], meta['pad']
     for text, found in score_texts(model, ['The cat', 'a', 'The dogs see'], *kind).items():
         assert found == pytest.approx(one_by_one(model, text, 'harness', *kind), abs=1e-4)
 
 
-def test_learning_curve_as_a_user_runs_it(run, runs, tmp_path):
+@pytest.fixture
+def curve(runs, tmp_path):
+    """The arguments of a learning curve: three checkpoints of one run, one of another."""
     data = write_pairs(tmp_path / 'd', {'p': random_pairs(10)})
-    args = [*sorted((runs / 'moep').glob('*.pt')), runs / 'gpt2', '--data', data, '--json', tmp_path / 'x.json']
-    done = run('eval_blimp.py', *args, cwd=tmp_path)
-    order = [(r['folder'], r['iter']) for r in json.loads((tmp_path / 'x.json').read_text())['runs']]
+    checkpoints = [*sorted((runs / 'moep').glob('*.pt')), runs / 'gpt2']
+    return [*checkpoints, '--data', data, '--json', tmp_path / 'x.json']
+
+
+def check_curve(printed, runs, tmp_path):
+    found = json.loads((tmp_path / 'x.json').read_text())['runs']
+    order = [(r['folder'], r['iter']) for r in found]
     assert order == [(str(runs / 'moep'), i) for i in (2, 10, 20)] + [(str(runs / 'gpt2'), 20)]
-    assert all(f'({i})' in done.stdout for i in (1, 2, 3, 4)) and '10K words' in done.stdout
-    plot = [*args, '--plot', tmp_path / 'curve.png']
-    if importlib.util.find_spec('matplotlib'):           # it is wanted for this option alone, and not installed with the rest
+    assert all(f'({i})' in printed for i in (1, 2, 3, 4)) and '10K words' in printed
+
+
+def test_learning_curve(call, curve, runs, tmp_path):
+    check_curve(call(*curve), runs, tmp_path)
+
+
+@pytest.mark.slow
+def test_learning_curve_as_a_user_runs_it(run, curve, runs, tmp_path):
+    done = run('eval_blimp.py', *curve, cwd=tmp_path)
+    check_curve(done.stdout, runs, tmp_path)
+    plot = [*curve, '--plot', tmp_path / 'curve.png']
+    if importlib.util.find_spec('matplotlib'):           # only plots need it: it may not be installed
         run('eval_blimp.py', *plot, cwd=tmp_path)
         assert (tmp_path / 'curve.png').read_bytes().startswith(b'\x89PNG')
     else:
@@ -362,7 +420,8 @@ def test_learning_curve_as_a_user_runs_it(run, runs, tmp_path):
 
 
 @pytest.mark.parametrize('text, message', [
-    ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", \n', r'p.jsonl:2: not a row of JSON'),
+    ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", \n',
+     r'p.jsonl:2: not a row of JSON'),
     ('\n{"sentence_good": "a"}\n', r'p.jsonl:2: no text in sentence_bad'),
     (None, 'no .jsonl file in'),
 ])

@@ -1,4 +1,5 @@
-"""finetune.py: metrics by hand, padding and cutting, a task that is learned, real file formats, and what can go wrong."""
+"""finetune.py: metrics by hand, padding and cutting, a task that is learned, real file formats, and what
+can go wrong."""
 
 import copy
 import json
@@ -12,17 +13,22 @@ import torch
 import torch.nn.functional as F
 
 import finetune
-import prepare
-import toy
-from finetune import METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples, shorten
+import train
+from finetune import (METRICS, TASKS, Classifier, Examples, encode, find_task_files, majority, predict,
+                      read_examples, shorten)
 from lora import add_lora
-from machine import Machine
 from moep import MoEP, MoEPConfig
+from plumbing.machine import Machine
+from plumbing.settings import Settings
+from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
+from plumbing.toy import MEN, PLURALS, WOMEN, subject_rows
 from test_lora import make, stir
-from train import learning_rate as finetune_rate
+
+CPU = torch.device('cpu')
+BAR = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
 
 
-# ---- metrics
+# ---- Metrics ------------------------------------------------------------------------------------
 
 
 def metric(name, p, y):
@@ -30,15 +36,18 @@ def metric(name, p, y):
 
 
 def test_metrics_by_hand():
-    p, y = [1, 1, 1, 0, 0, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0, 0]                   # 3 true, 3 false, 1 missed, 1 too much
+    # 3 true, 3 false, 1 missed, 1 too much
+    p, y = [1, 1, 1, 0, 0, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0, 0]
     assert metric('accuracy', p, y) == 6 / 8
     assert metric('F1', p, y) == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
     assert metric('Matthews', p, y) == pytest.approx((3 * 3 - 1 * 1) / math.sqrt(4 * 4 * 4 * 4))
-    p, y = [1, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0]                               # TP 2, FP 2, FN 1, TN 1: precision 1/2, recall 2/3
+    # TP 2, FP 2, FN 1, TN 1: precision 1/2, recall 2/3
+    p, y = [1, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0]
     assert metric('F1', p, y) == pytest.approx(2 * (1 / 2) * (2 / 3) / (1 / 2 + 2 / 3))
     assert metric('Matthews', p, y) == pytest.approx((2 * 1 - 2 * 1) / math.sqrt(4 * 3 * 3 * 2))
     assert metric('F1', [0, 0, 1], [1, 0, 0]) == metric('F1', [0, 0], [0, 0]) == 0
-    assert metric('Matthews', [1, 1, 1], [1, 0, 1]) == 0 and metric('Matthews', [0, 1], [1, 0]) == pytest.approx(-1)
+    assert metric('Matthews', [1, 1, 1], [1, 0, 1]) == 0
+    assert metric('Matthews', [0, 1], [1, 0]) == pytest.approx(-1)
 
 
 def test_correlations_by_hand():
@@ -47,81 +56,109 @@ def test_correlations_by_hand():
     assert metric('Spearman', [10, 20, 1000], [1, 2, 3]) == pytest.approx(1)
     # ranks 1 2 3 4 and, with a tie, 1 2.5 2.5 4: deviations (-1.5 -.5 .5 1.5) and (-1.5 0 0 1.5)
     assert metric('Spearman', [1, 2, 3, 4], [0.1, 0.7, 0.7, 5]) == pytest.approx(4.5 / math.sqrt(5 * 4.5))
-    # three tied at the front: ranks 2 2 2 4 against 4 3 2 1: deviations (-.5 -.5 -.5 1.5) and (1.5 .5 -.5 -1.5)
+    # three tied at the front: ranks 2 2 2 4 against 4 3 2 1:
+    # deviations (-.5 -.5 -.5 1.5) and (1.5 .5 -.5 -1.5)
     assert metric('Spearman', [0, 0, 0, 1], [4, 3, 2, 1]) == pytest.approx(-3 / math.sqrt(3 * 5))
     assert metric('Pearson', [2, 2, 2], [1, 2, 3]) == metric('Spearman', [1, 2], [3, 3]) == 0
-    assert metric('correlation', [1, 2, 3], [1, 4, 4]) == pytest.approx((3 / math.sqrt(12) + 1.5 / math.sqrt(2 * 1.5)) / 2)
+    both = 3 / math.sqrt(12) + 1.5 / math.sqrt(2 * 1.5)
+    assert metric('correlation', [1, 2, 3], [1, 4, 4]) == pytest.approx(both / 2)
 
 
 def test_majority():
-    assert majority([1, 1, 0], [0, 0, 1, 0], TASKS['rte']) == {'accuracy': 25.0}           # of the training set
-    assert majority([1, 1, 0], [1, 1, 0, 1], TASKS['mrpc']) == {'F1': pytest.approx(100 * 6 / 7), 'accuracy': 75.0}
-    assert majority([1, 1, 0], [1, 0], TASKS['cola']) == {'Matthews': 0.0, 'accuracy': 50.0}
-    assert majority([1.0, 1.0, 5.0], [2.0, 3.0], TASKS['stsb']) == dict.fromkeys(TASKS['stsb'].metrics, 0.0)
+    assert majority([1, 1, 0], [0, 0, 1, 0], TASKS['rte']) == dict(accuracy=25.0)    # of the training set
+    f1 = pytest.approx(100 * 6 / 7)
+    assert majority([1, 1, 0], [1, 1, 0, 1], TASKS['mrpc']) == dict(F1=f1, accuracy=75.0)
+    assert majority([1, 1, 0], [1, 0], TASKS['cola']) == dict(Matthews=0.0, accuracy=50.0)
+    nothing = dict.fromkeys(TASKS['stsb'].metrics, 0.0)
+    assert majority([1.0, 1.0, 5.0], [2.0, 3.0], TASKS['stsb']) == nothing
 
 
 def test_averages_are_those_of_table_7():
     result = lambda task, value: dict(task=task, mean={TASKS[task].metrics[0]: value, 'other': 0})
-    glue, superglue = [result('cola', 30.0), result('rte', 60.0), result('mrpc', 88.2)], [result('wsc', 55.9)]
+    glue = [result('cola', 30.0), result('rte', 60.0), result('mrpc', 88.2)]
+    superglue = [result('wsc', 55.9)]
     means = finetune.averages([*glue, *superglue, result('toy', 100.0)], 64.30)
-    assert means['GLUE'] == dict(mean=pytest.approx(59.4), tasks=3, of=8) and means['SuperGLUE'] == dict(mean=55.9, tasks=1, of=3)
-    assert means['macro']['mean'] == pytest.approx(59.85, abs=0.03)            # LLaMA_256: 64.30, 59.40, 55.90 -> 59.85
-    assert 'macro' not in finetune.averages(glue, 64.3) and 'macro' not in finetune.averages([*glue, *superglue], None)
+    assert means['GLUE'] == dict(mean=pytest.approx(59.4), tasks=3, of=8)
+    assert means['SuperGLUE'] == dict(mean=55.9, tasks=1, of=3)
+    assert means['macro']['mean'] == pytest.approx(59.85, abs=0.03)  # LLaMA_256: 64.30, 59.40, 55.90 -> 59.85
+    assert 'macro' not in finetune.averages(glue, 64.3)
+    assert 'macro' not in finetune.averages([*glue, *superglue], None)
 
 
-# ---- texts to batches
+# ---- Texts to batches ---------------------------------------------------------------------------
 
 
 def test_shorten():
     for a in range(12):
         for b in range(12):
             for room in range(1, 16):
-                x, y = a, b                              # one token at a time from the end of the longer, the second first
-                while x + y > room:
+                x, y = a, b
+                while x + y > room:                      # one token from the longer, the second first
                     x, y = (x - 1, y) if x > y else (x, y - 1)
                 assert shorten([a, b], room) == [x, y], (a, b, room)
     assert shorten([9], 5) == [5] and shorten([3], 5) == [3]
 
 
 def test_encode():
-    tokenizer = prepare.choose_tokenizer('bytes')
-    text = lambda *texts, limit: [chr(i) if i < 256 else '#' for i in encode(texts, tokenizer, limit)]
-    assert text('abc', limit=8) == list('#abc') and text('abcdefghij', limit=8) == list('#abcdefg')
-    assert text('abc', 'de', limit=8) == list('#abc\nde') and text('abcdefgh', 'xy', limit=8) == list('#abcd\nxy')
-    assert text('ab', 'uvwxyz', limit=8) == list('#ab\nuvwx') and text('abcdef', 'uvwxyz', limit=8) == list('#abc\nuvw')
-    chunks = prepare.chunk_tokenizer(tokenizer, 2)       # a chunk is a byte, end-of-chunk, padding: kept whole
+    tokenizer = choose_tokenizer('bytes')
+
+    def text(*texts):
+        return ''.join(chr(i) if i < 256 else '#' for i in encode(texts, tokenizer, 8))
+    assert text('abc') == '#abc'
+    assert text('abcdefghij') == '#abcdefg'
+    assert text('abc', 'de') == '#abc\nde'
+    assert text('abcdefgh', 'xy') == '#abcd\nxy'
+    assert text('ab', 'uvwxyz') == '#ab\nuvwx'
+    assert text('abcdef', 'uvwxyz') == '#abc\nuvw'
+    chunks = chunk_tokenizer(tokenizer, 2)       # a chunk is a byte, end-of-chunk, padding: kept whole
     ids = encode(['abcdefgh', 'xy'], chunks, 8)
-    assert len(ids) == 24 and bytes(i for i in ids if i < 256) == b'abcd\nxy' and ids[:3] == [257, 258, 258]
+    assert len(ids) == 24 and ids[:3] == [257, 258, 258]
+    assert bytes(i for i in ids if i < 256) == b'abcd\nxy'
 
 
-@pytest.mark.parametrize('name', ['moep', 'gpt2', 'papaformer_share', 'papaformer_gumbel', 'selfmoe_upcycled', 'stlm_shared', 'stlm_bytes'])
+@pytest.mark.parametrize('name', ['moep', 'gpt2', 'papaformer_share', 'papaformer_gumbel', 'selfmoe_upcycled',
+                                  'stlm_shared', 'stlm_bytes'])
 def test_padding_changes_nothing(name):
     """Alone and without padding, or among longer ones: the same outputs, from the last real token."""
     model = stir(make(name)).double()
     slots = getattr(model.config, 'byte_limit', 0) + 1
-    tokenizer = SimpleNamespace(end=[38] + [39] * (slots - 1),
-                                encode=lambda text: [s for c in text for s in [ord(c) - 97, *[37] * (slots > 1), *[39] * (slots - 2)]])
+
+    def encode_letters(text):
+        ids = []
+        for letter in text:
+            ids.append(ord(letter) - 97)
+            if slots > 1:
+                ids += [37] + [39] * (slots - 2)         # end-of-chunk, padding
+        return ids
+    tokenizer = SimpleNamespace(end=[38] + [39] * (slots - 1), encode=encode_letters)
     torch.manual_seed(0)
-    texts = [['a'], ['bcb'], ['azkfc'], ['kc'], ['zzzz'], ['bcbd']] if slots > 1 else [['a'], ['bcb' * 7], ['azkfcxy' * 2], ['kc'], ['bcb' * 5]]
+    texts = [['a'], ['bcb' * 7], ['azkfcxy' * 2], ['kc'], ['bcb' * 5]]
+    if slots > 1:
+        texts = [['a'], ['bcb'], ['azkfc'], ['kc'], ['zzzz'], ['bcbd']]
     classifier = Classifier(model, 3).double().eval()
     limit = model.config.block_size // slots
-    data = Examples(texts, [0] * len(texts), tokenizer, limit, torch.device('cpu'))
-    alone = torch.cat([classifier.out(model.features(torch.tensor([encode(text, tokenizer, limit)]))[0][:, -1]) for text in texts])
+    data = Examples(texts, [0] * len(texts), tokenizer, limit, CPU)
+    encoded = [encode(text, tokenizer, limit) for text in texts]
+    states = [model.features(torch.tensor([ids]))[0][:, -1] for ids in encoded]
+    alone = classifier.out(torch.cat(states))
+    assert (alone[:-1] - alone[1:]).abs().max() > 1e-2
+
+    def check(ids, last, rows):
+        torch.testing.assert_close(classifier(ids, last).double(), alone[rows], rtol=1e-5, atol=1e-6)
     rows = torch.tensor([3, 0, 2, 1, 4])
     ids, last = data.batch(rows, int(data.lengths.max()))
-    assert last.tolist() == [len(encode(texts[i], tokenizer, limit)) - 1 for i in rows] and ids.size(1) > data.lengths.min()
-    torch.testing.assert_close(classifier(ids, last).double(), alone[rows], rtol=1e-5, atol=1e-6)
-    assert (alone[:-1] - alone[1:]).abs().max() > 1e-2
+    assert last.tolist() == [len(encoded[i]) - 1 for i in rows]
+    assert ids.size(1) > data.lengths.min()
+    check(ids, last, rows)
     for width in (16, 32):                               # whatever the batch
-        one, last = data.batch(rows[:1], width)
-        torch.testing.assert_close(classifier(one, last).double(), alone[rows[:1]], rtol=1e-5, atol=1e-6)
-    assert predict(classifier, data, Machine('cpu')).tolist() == alone.argmax(1).tolist()     # and in the examples' own order
+        check(*data.batch(rows[:1], width), rows[:1])
+    found = predict(classifier, data, Machine('cpu'))    # in the examples' own order
+    assert found.tolist() == alone.argmax(1).tolist()
 
 
 def test_batches_are_reproducible_and_whole():
-    tokenizer = prepare.choose_tokenizer('bytes')
     texts = [['x' * (1 + i * 37 % 90)] for i in range(150)]
-    data = Examples(texts, list(range(150)), tokenizer, 64, torch.device('cpu'))
+    data = Examples(texts, list(range(150)), choose_tokenizer('bytes'), 64, CPU)
     orders = [data.shuffled(seed, epoch, 4).tolist() for seed, epoch in ((3, 0), (3, 0), (3, 1), (4, 0))]
     assert orders[0] == orders[1] and len({tuple(order) for order in orders}) == 3
     for order in orders:
@@ -129,58 +166,79 @@ def test_batches_are_reproducible_and_whole():
         widths = [np.ptp(data.lengths[order[i:i + 4]]) for i in range(0, 148, 4)]
         assert np.mean(widths) < 8                       # of like length; at random it is about 40
     seen = [(rows, ids) for rows, ids, _ in data.batches(np.array(orders[0]), 4)]
-    assert torch.cat([rows for rows, _ in seen]).tolist() == orders[0] and max(ids.size(1) for _, ids in seen) == 64
+    assert torch.cat([rows for rows, _ in seen]).tolist() == orders[0]
+    assert max(ids.size(1) for _, ids in seen) == 64
     rows, ids = seen[0]
-    assert bytes(ids[0, 1:data.lengths[rows[0]]].tolist()).decode() == texts[rows[0]][0][:63]
+    first = bytes(ids[0, 1:data.lengths[rows[0]]].tolist())
+    assert first.decode() == texts[rows[0]][0][:63]
 
 
-# ---- files
+# ---- Files --------------------------------------------------------------------------------------
 
 
 FORMATS = dict(
-    cola=('CoLA/dev.tsv', "gj04\t0\t*\tThe more.\r\nks08\t1\t\tA \"quote\n", [['The more.'], ['A "quote']], [0, 1]),
-    sst2=('SST-2/dev.tsv', 'sentence\tlabel\na fine film \t1\n\nbad\t0', [['a fine film '], ['bad']], [1, 0]),
-    mrpc=('MRPC/dev.tsv', '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone\ttwo\n', [['one', 'two']], [1]),
-    qqp=('qqp/dev.tsv', 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWhy?\tHow?\t0\n', [['Why?', 'How?']], [0]),
-    mnli=('MNLI/dev_matched.tsv', 'index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tp\th\tneutral\tcontradiction\n', [['p', 'h']], [2]),
-    qnli=('QNLI/dev.tsv', 'index\tquestion\tsentence\tlabel\n0\tq\ts\tnot_entailment\n', [['q', 's']], [1]),
-    rte=('rte.valid.jsonl', '{"sentence1": "a\\u2028b", "sentence2": "c", "label": 1, "idx": 3}\n', [['a\u2028b', 'c']], [1]),
-    stsb=('STS-B/dev.tsv', 'index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.800\n', [['a', 'b']], [3.8]),
-    boolq=('boolq.valid.jsonl', '{"question": "q", "passage": "p", "label": true}\n', [['p', 'q']], [1]),
-    wsc=('wsc.valid.jsonl', '{"text": "T", "span1_text": "Mark", "span2_text": "He", "label": 0}\n', [['T', 'He: Mark']], [0]),
-    multirc=('multirc.valid.jsonl', '{"paragraph": "P", "question": "Q?", "answer": "A", "label": "1"}', [['P', 'Q? A']], [1]))
+    cola=('CoLA/dev.tsv', 'gj04\t0\t*\tThe more.\r\nks08\t1\t\tA "quote\n',
+          [['The more.'], ['A "quote']], [0, 1]),
+    sst2=('SST-2/dev.tsv', 'sentence\tlabel\na fine film \t1\n\nbad\t0',
+          [['a fine film '], ['bad']], [1, 0]),
+    mrpc=('MRPC/dev.tsv', '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone\ttwo\n',
+          [['one', 'two']], [1]),
+    qqp=('qqp/dev.tsv', 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWhy?\tHow?\t0\n',
+         [['Why?', 'How?']], [0]),
+    mnli=('MNLI/dev_matched.tsv',
+          'index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tp\th\tneutral\tcontradiction\n',
+          [['p', 'h']], [2]),
+    qnli=('QNLI/dev.tsv', 'index\tquestion\tsentence\tlabel\n0\tq\ts\tnot_entailment\n',
+          [['q', 's']], [1]),
+    rte=('rte.valid.jsonl', '{"sentence1": "a\\u2028b", "sentence2": "c", "label": 1, "idx": 3}\n',
+         [['a\u2028b', 'c']], [1]),
+    stsb=('STS-B/dev.tsv', 'index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.800\n',
+          [['a', 'b']], [3.8]),
+    boolq=('boolq.valid.jsonl', '{"question": "q", "passage": "p", "label": true}\n',
+           [['p', 'q']], [1]),
+    wsc=('wsc.valid.jsonl', '{"text": "T", "span1_text": "Mark", "span2_text": "He", "label": 0}\n',
+         [['T', 'He: Mark']], [0]),
+    multirc=('multirc.valid.jsonl', '{"paragraph": "P", "question": "Q?", "answer": "A", "label": "1"}',
+             [['P', 'Q? A']], [1]))
 
 
 @pytest.mark.parametrize('name', FORMATS)
 def test_formats(name, tmp_path):
     file, content, texts, labels = FORMATS[name]
-    for path in (tmp_path / file, tmp_path / file.replace('dev', 'train').replace('valid', 'train'), tmp_path / 'MNLI/dev_mismatched.tsv'):
+    train_file = file.replace('dev', 'train').replace('valid', 'train')
+    for path in (file, train_file, 'MNLI/dev_mismatched.tsv'):
+        path = tmp_path / path
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode())
-    found = find_files(tmp_path)
+    found = find_task_files(tmp_path)
     assert list(found) == [name] and [len(files) for files in found[name].values()] == [1, 1]
     assert read_examples(found[name]['valid'], name) == (texts, labels)
 
 
 def test_toy_task():
-    rows = toy.subject_rows(2300)
+    rows = subject_rows(2300)
     assert sum(r['label'] for r in rows) == 1150 and len({r['sentence'] for r in rows}) == 2300
-    females = {form for w in toy.WOMEN for form in (w, toy.PLURALS.get(w, w + 's'))}
-    males = {form for w in toy.MEN for form in (w, toy.PLURALS.get(w, w + 's'))}
+
+    def forms(words):
+        return {form for word in words for form in (word, PLURALS.get(word, word + 's'))}
+    females, males = forms(WOMEN), forms(MEN)
     for row in rows:
-        people = [word in females for word in row['sentence'].rstrip('.').split() if word in females | males]
-        assert people == [bool(row['label']), not row['label']]          # both kinds are there: only who comes first tells
+        words = row['sentence'].rstrip('.').split()
+        people = [word in females for word in words if word in females | males]
+        assert people == [bool(row['label']), not row['label']]  # both are there: only who comes first tells
 
 
 @pytest.fixture(scope='module')
 def tiny(run, data_dir, tmp_path_factory):
     """A run folder with the toy tokenizer and weights that are as good as untrained."""
-    out = tmp_path_factory.mktemp('tiny')
-    run('train.py', '--n_parallel=0', '--n_embd=32', '--n_head=2', '--block_size=32', '--dropout=0.0', '--max_iters=1', '--eval_tokens=64',
-        '--sample_tokens=2', f'--data_dir={data_dir}', f'--out_dir={out}/run')
-    return out / 'run'
+    out = tmp_path_factory.mktemp('tiny') / 'run'
+    run('train.py', '--n_parallel=0', '--n_embd=32', '--n_head=2', '--block_size=32', '--dropout=0.0',
+        '--max_iters=1', '--eval_tokens=64', '--sample_tokens=2', f'--data_dir={data_dir}',
+        f'--out_dir={out}', here=True)
+    return out
 
 
+@pytest.mark.slow
 def test_default_command_learns_the_toy_task(run, tiny, data_dir, tmp_path):
     (tmp_path / 'data').symlink_to(data_dir)
     done = run('finetune.py', tiny, '--seeds=12', '--json', tmp_path / 'r.json', cwd=tmp_path)
@@ -190,8 +248,10 @@ def test_default_command_learns_the_toy_task(run, tiny, data_dir, tmp_path):
     assert head[:5] == ['task', 'metric', 'mean', '±', 'majority']
     assert line[:5] == ['toy', 'accuracy', f"{result['mean']['accuracy']:.2f}", '-', '50.00']
     (one,) = result['runs']
-    assert one['best_epoch'] < len(one['history']) + 1 <= 33 and one['scores'] == one['history'][one['best_epoch'] - 1]
-    assert one['trained'] == 8 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32) + 2 * 32 + 2         # two blocks, the classifier
+    assert one['best_epoch'] < len(one['history']) + 1 <= 33
+    assert one['scores'] == one['history'][one['best_epoch'] - 1]
+    block = 8 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)        # adapters of rank 8
+    assert one['trained'] == 2 * block + 2 * 32 + 2              # two of them, the classifier
 
 
 def write_task(folder, name, rows, splits=('train', 'valid')):
@@ -200,92 +260,116 @@ def write_task(folder, name, rows, splits=('train', 'valid')):
 
 
 def test_all_tasks_of_a_folder(run, tiny, tmp_path):
-    """Regression, three classes and a task without training data; patience, several seeds, both suites and --full."""
-    words = 'The boys like the park. The girl saw a big red dog. He was sad. They ran home. She sang.'.split('. ')
+    """Regression, three classes and a task without training data; patience, several seeds, both suites and
+    --full."""
+    words = 'The boys like the park. The girl saw a big red dog. He was sad. They ran home. She sang.'
+    words = words.split('. ')
     pairs = [dict(sentence1=words[i % 5], sentence2=words[i % 3], label=i % 3) for i in range(12)]
     write_task(tmp_path, 'mnli', pairs)
     write_task(tmp_path, 'stsb', [{**row, 'label': row['label'] + 0.5} for row in pairs])
-    write_task(tmp_path, 'boolq', [dict(passage=w * 9, question=w, label=i % 2) for i, w in enumerate(words)])
+    questions = [dict(passage=w * 9, question=w, label=i % 2) for i, w in enumerate(words)]
+    write_task(tmp_path, 'boolq', questions)
     write_task(tmp_path, 'multirc', [dict(paragraph='a', question='b', answer='c', label=0)], ['valid'])
-    (tmp_path / 'blimp.json').write_text(json.dumps(dict(data='blimp', runs=[dict(checkpoint=str(tiny), overall=70.0)])))
-    args = ['finetune.py', tiny, '--data', tmp_path, '--seeds=1,2', '--epochs=5', '--patience=2', '--batch_size=5', '--full', '--learning_rate=1e-4']
-    done = run(*args, '--blimp', tmp_path / 'blimp.json', '--json', tmp_path / 'r.json')
+    blimp = dict(data='blimp', runs=[dict(checkpoint=str(tiny), overall=70.0)])
+    (tmp_path / 'blimp.json').write_text(json.dumps(blimp))
+
+    def finetune_all(*args):
+        return run('finetune.py', tiny, '--data', tmp_path, '--seeds=1,2', '--epochs=5', '--patience=2',
+                   '--batch_size=5', '--full', '--learning_rate=1e-4', *args, here=True).stdout
+    printed = finetune_all('--blimp', tmp_path / 'blimp.json', '--json', tmp_path / 'r.json')
     result = json.loads((tmp_path / 'r.json').read_text())
-    assert 'multirc is left out' in done.stdout and [t['task'] for t in result['tasks']] == ['stsb', 'mnli', 'boolq']
+    assert 'multirc is left out' in printed
+    assert [t['task'] for t in result['tasks']] == ['stsb', 'mnli', 'boolq']
     for task in result['tasks']:
         main = TASKS[task['task']].metrics[0]
-        assert [r['seed'] for r in task['runs']] == [1, 2] and set(task['mean']) == set(TASKS[task['task']].metrics)
+        assert [r['seed'] for r in task['runs']] == [1, 2]
+        assert set(task['mean']) == set(TASKS[task['task']].metrics)
         values = [r['scores'][main] for r in task['runs']]
         assert task['mean'][main] == pytest.approx(sum(values) / 2)
         assert task['spread'][main] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
         for r in task['runs']:
             history = [epoch[main] for epoch in r['history']]
-            assert r['scores'][main] == max(history) and history.index(max(history)) == r['best_epoch'] - 1
-            assert len(history) == (r['best_epoch'] if max(history) == 100 else min(5, r['best_epoch'] + 2))
+            best = r['best_epoch']
+            assert r['scores'][main] == max(history) and history.index(max(history)) == best - 1
+            assert len(history) == (best if max(history) == 100 else min(5, best + 2))
             assert r['trained'] > 80_000                 # everything, not only adapters
     boolq = result['tasks'][2]
-    assert boolq['limit'] == 32 and 'Spearman' in done.stdout
+    assert boolq['limit'] == 32 and 'Spearman' in printed
     glue, superglue, macro = (result['averages'][key]['mean'] for key in ('GLUE', 'SuperGLUE', 'macro'))
-    assert macro == pytest.approx((70 + glue + superglue) / 3) and '2 of its 8 tasks' in done.stdout
-    again = run(*args, '--task=boolq,mnli', '--json', tmp_path / 'r2.json')     # the same seeds, the same numbers
+    assert macro == pytest.approx((70 + glue + superglue) / 3) and '2 of its 8 tasks' in printed
+    again = finetune_all('--task=boolq,mnli', '--json', tmp_path / 'r2.json')
+    assert 'SuperGLUE' in again and 'macro' not in again
     second = {t['task']: t for t in json.loads((tmp_path / 'r2.json').read_text())['tasks']}
-    assert [r['history'] for r in second['boolq']['runs']] == [r['history'] for r in boolq['runs']]
-    assert 'SuperGLUE' in again.stdout and 'macro' not in again.stdout
+    histories = [[r['history'] for r in task['runs']] for task in (boolq, second['boolq'])]
+    assert histories[0] == histories[1]                  # the same seeds, the same numbers
 
 
 def test_seed_fixes_everything_and_the_base_stays():
-    model, tokenizer = make('gpt2'), prepare.choose_tokenizer('bytes')
+    model = make('gpt2')
     model.wte = torch.nn.Embedding(257, 16)
     before = {n: v.clone() for n, v in model.state_dict().items()}
-    data = Examples([[chr(97 + i % 7) * (i % 9 + 1)] for i in range(40)], [i % 2 for i in range(40)], tokenizer, 16, torch.device('cpu'))
-    args = SimpleNamespace(full=False, rank=2, learning_rate=1e-2, epochs=3, patience=5, batch_size=8)
-    bar = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
+    texts = [[chr(97 + i % 7) * (i % 9 + 1)] for i in range(40)]
+    data = Examples(texts, [i % 2 for i in range(40)], choose_tokenizer('bytes'), 16, CPU)
     for full in (False, True):
-        args.full = full
-        a, b, c = (finetune.fit(model, TASKS['rte'], data, data, seed, args, Machine('cpu'), bar) for seed in (3, 3, 4))
+        args = SimpleNamespace(full=full, rank=2, learning_rate=1e-2, epochs=3, patience=5, batch_size=8)
+        a, b, c = (finetune.fit(model, TASKS['rte'], data, data, seed, args, Machine('cpu'), BAR)
+                   for seed in (3, 3, 4))
         assert a['history'] == b['history'] and a['history'] != c['history']
         trained = model if full else add_lora(copy.deepcopy(model), rank=2)
-        assert a['trained'] == sum(p.numel() for p in trained.parameters() if p.requires_grad) + 2 * 16 + 2
-        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items()) and not hasattr(model, 'adapted')
+        count = sum(p.numel() for p in trained.parameters() if p.requires_grad)
+        assert a['trained'] == count + 2 * 16 + 2
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+        assert not hasattr(model, 'adapted')
 
 
 def test_numbers_reach_the_examples(run, tiny, data_dir, tmp_path, monkeypatch):
-    """--num counts training examples alone, --length cuts all; adapters that the run has are merged before others are added."""
-    run('train.py', '--model=moep', f'--init_from={tiny}', '--surgery=lora.add_lora', '--max_iters=0', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/lora')
+    """--num counts training examples alone, --length cuts all; adapters that the run has are merged before
+    others are added."""
+    run('train.py', '--model=moep', f'--init_from={tiny}', '--surgery=lora.add_lora', '--max_iters=0',
+        f'--data_dir={data_dir}', f'--out_dir={tmp_path}/lora', here=True)
     seen = []
-    monkeypatch.setattr(finetune, 'fit', lambda *args: seen.append(args) or dict(scores=dict(accuracy=1.0), best_epoch=1, seconds=1.0))
-    monkeypatch.setattr('sys.argv', ['finetune.py', f'{tmp_path}/lora', f'--data={data_dir}/toy_glue', '--num=7', '--length=9', '--seeds=1'])
-    finetune.main()
-    (base, _, train, valid, *_), = seen
+    result = dict(scores=dict(accuracy=1.0), best_epoch=1, seconds=1.0)
+    monkeypatch.setattr(finetune, 'fit', lambda *args: seen.append(args) or result)
+    run('finetune.py', f'{tmp_path}/lora', f'--data={data_dir}/toy_glue', '--num=7', '--length=9',
+        '--seeds=1', here=True)
+    (base, _, trained, valid, *_), = seen
     rows = sum(1 for _ in open(data_dir / 'toy_glue' / 'toy.valid.jsonl'))
-    assert (len(train.lengths), len(valid.lengths), max(*train.lengths, *valid.lengths)) == (7, rows, 9) and rows > 7
+    assert len(trained.lengths) == 7 and len(valid.lengths) == rows > 7
+    assert max(*trained.lengths, *valid.lengths) == 9
     assert not hasattr(base, 'adapted')
 
 
 @pytest.mark.parametrize('task', ['rte', 'stsb'])
 def test_steps_by_hand(monkeypatch, task):
-    """Fresh gradients, clipped, at a rate that falls: two epochs of two batches against a loop written out."""
+    """Fresh gradients, clipped, at a rate that falls: two epochs of two batches against a loop written
+    out."""
     torch.manual_seed(0)
-    base = MoEP(MoEPConfig(vocab_size=257, block_size=8, n_layer=1, n_head=2, n_embd=16, n_parallel=0, dropout=0.0))
+    base = MoEP(MoEPConfig(vocab_size=257, block_size=8, n_layer=1, n_head=2, n_embd=16, n_parallel=0,
+                           dropout=0.0))
     labels = [0, 1, 1, 0] if task == 'rte' else [0.5, 4.0, 2.5, 5.0]
-    data = finetune.Examples([['a'], ['bc'], ['d'], ['efg']], labels, prepare.choose_tokenizer('bytes'), 8, torch.device('cpu'))
-    found, modes, make = [], [], finetune.Classifier
+    texts = [['a'], ['bc'], ['d'], ['efg']]
+    data = Examples(texts, labels, choose_tokenizer('bytes'), 8, CPU)
+    found, modes = [], []
 
     def classifier(*args):
-        found.append(make(*args))
-        found[0].register_forward_pre_hook(lambda module, _: modes.append(module.training and module.model.training))
+        found.append(Classifier(*args))
+        note = lambda module, _: modes.append(module.training and module.model.training)
+        found[0].register_forward_pre_hook(note)
         return found[0]
     monkeypatch.setattr(finetune, 'Classifier', classifier)
-    monkeypatch.setattr(finetune, 'score', lambda *_: {TASKS[task].metrics[0]: 50})
+    monkeypatch.setattr(finetune, 'score_predictions', lambda *_: {TASKS[task].metrics[0]: 50})
     args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=2, patience=9, batch_size=2)
-    bar = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
-    finetune.fit(base.eval(), TASKS[task], data, data, 3, args, Machine('cpu'), bar)
+    finetune.fit(base.eval(), TASKS[task], data, data, 3, args, Machine('cpu'), BAR)
     assert modes == [True, True, False] * 2              # two batches, then the validation
+
     torch.manual_seed(3)
-    mine, it, norms = make(copy.deepcopy(base), 2 if task == 'rte' else 1), 0, []
-    decayed = [p for n, p in mine.named_parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=[p for p in mine.parameters() if p.dim() < 2], weight_decay=0.0)],
-                                  lr=1.0, betas=(finetune.Settings().beta1, 0.999), eps=finetune.Settings().eps)
+    mine = Classifier(copy.deepcopy(base), 2 if task == 'rte' else 1)
+    s = Settings()
+    matrices = [p for p in mine.parameters() if p.dim() > 1]
+    vectors = [p for p in mine.parameters() if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(s.beta1, 0.999), eps=s.eps)
+    it, norms = 0, []
     for epoch in (0, 1):
         for rows, ids, last in data.batches(data.shuffled(3, epoch, 2), 2):
             for group in optimizer.param_groups:
@@ -295,32 +379,42 @@ def test_steps_by_hand(monkeypatch, task):
             grads = torch.autograd.grad(loss, list(mine.parameters()), allow_unused=True)
             norms.append(torch.stack([g.norm() for g in grads if g is not None]).norm())
             for p, g in zip(mine.parameters(), grads):
-                p.grad = None if g is None else g * min(1, finetune.Settings().grad_clip / norms[-1])
+                p.grad = None if g is None else g * min(1, s.grad_clip / norms[-1])
             optimizer.step()
             it += 1
-    assert max(norms) > finetune.Settings().grad_clip            # or clipping would not be tested
+    assert max(norms) > s.grad_clip                      # or clipping would not be tested
     for (name, p), q in zip(mine.named_parameters(), found[0].parameters()):
-        if p.dim() > 1:                                  # the gradient of a key's bias is rounding alone, which AdamW makes large
+        if p.dim() > 1:          # the gradient of a key's bias is rounding alone, which AdamW makes large
             assert (p - q).norm() < 1e-4 * p.norm(), name
 
 
 @pytest.mark.parametrize('values, epochs, best', [
-    ([50, 60, 60, 55, 59, 99], 5, 2), ([50, 60, 55, 55, 61, 50, 50, 50, 99], 8, 5), ([40, 100, 99], 2, 2), ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 9, 9)])
+    ([50, 60, 60, 55, 59, 99], 5, 2),
+    ([50, 60, 55, 55, 61, 50, 50, 50, 99], 8, 5),
+    ([40, 100, 99], 2, 2),
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 9, 9)])
 def test_patience(monkeypatch, values, epochs, best):
-    """Three epochs without a better one, of at most nine; equally good is not better, and nothing is better than 100."""
-    data = Examples([['a']] * 4, [0, 1] * 2, prepare.choose_tokenizer('bytes'), 8, torch.device('cpu'))
-    model, given, rates = make('gpt2'), iter(values), []
+    """Three epochs without a better one, of at most nine; equally good is not better, and nothing is better
+    than 100."""
+    data = Examples([['a']] * 4, [0, 1] * 2, choose_tokenizer('bytes'), 8, CPU)
+    model = make('gpt2')
     model.wte = torch.nn.Embedding(257, 16)
-    monkeypatch.setattr(finetune, 'score', lambda *_: {'accuracy': next(given)})
-    monkeypatch.setattr(finetune, 'learning_rate', lambda it, s, n: rates.append(finetune_rate(it, s, n)) or rates[-1])
+    given, rates = iter(values), []
+
+    def learning_rate(*args):
+        rates.append(train.learning_rate(*args))
+        return rates[-1]
+    monkeypatch.setattr(finetune, 'score_predictions', lambda *_: {'accuracy': next(given)})
+    monkeypatch.setattr(finetune, 'learning_rate', learning_rate)
     args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=9, patience=3, batch_size=2)
-    bar = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
-    result = finetune.fit(model, TASKS['rte'], data, data, 3, args, Machine('cpu'), bar)
-    assert (result['epochs'], result['best_epoch'], result['scores']['accuracy']) == (epochs, best, values[best - 1])
-    assert rates == pytest.approx([1e-2 * (1 - it / 18) for it in range(2 * epochs)])            # linear over all nine epochs
+    result = finetune.fit(model, TASKS['rte'], data, data, 3, args, Machine('cpu'), BAR)
+    assert (result['epochs'], result['best_epoch']) == (epochs, best)
+    assert result['scores']['accuracy'] == values[best - 1]
+    falling = [1e-2 * (1 - it / 18) for it in range(2 * epochs)]         # over all nine epochs
+    assert rates == pytest.approx(falling)
 
 
-# ---- what a user can get wrong
+# ---- What a user can get wrong ------------------------------------------------------------------
 
 
 def test_mistakes(run, tiny, tmp_path):
@@ -337,33 +431,47 @@ def test_mistakes(run, tiny, tmp_path):
     told('there is no folder', data=tmp_path / 'none')
     (tmp_path / 'empty').mkdir()
     told('holds no task', data=tmp_path / 'empty')
-    for rows, message in (([good, dict(sentence1='a', label=0)], "rte.valid.jsonl:2: there is no column 'sentence2'"),
-                          ([good, good, {**good, 'label': 2}], 'rte.valid.jsonl:3: label 2 is none of'),
-                          ([{**good, 'label': None}], 'rte.valid.jsonl:1: label None'), ([{**good, 'label': -1}], ':1: label -1'),
-                          ([{**good, 'sentence2': None}], "rte.valid.jsonl:1: column 'sentence2' is not text"),
-                          ([{**good, 'sentence1': '\ud800'}], "rte.valid.jsonl:1: column 'sentence1' is not text"),
-                          ([good, [1]], 'rte.valid.jsonl:2: not a row of JSON'), ([], 'rte.valid.jsonl:1: the file is empty')):
+    for rows, message in (
+            ([good, dict(sentence1='a', label=0)], "2: there is no column 'sentence2'"),
+            ([good, good, {**good, 'label': 2}], '3: label 2 is none of'),
+            ([{**good, 'label': None}], '1: label None'),
+            ([{**good, 'label': -1}], '1: label -1'),
+            ([{**good, 'sentence2': None}], "1: column 'sentence2' is not text"),
+            ([{**good, 'sentence1': '\ud800'}], "1: column 'sentence1' is not text"),
+            ([good, [1]], '2: not a row of JSON'),
+            ([], '1: the file is empty')):
         write_task(tmp_path, 'rte', rows, ['valid'])
-        told(message, '--task=rte')
+        told(f'rte.valid.jsonl:{message}', '--task=rte')
     (tmp_path / 'rte.valid.jsonl').write_text('{"sentence1": "a"')
     told('rte.valid.jsonl:1: not a row of JSON', '--task=rte')
     (tmp_path / 'rte.valid.jsonl').write_bytes(b'\xff\xfe')
     told('is not UTF-8', '--task=rte')
     (tmp_path / 'sst2').mkdir()
-    for content, message in (('sentence\ttag\nx\t1\n', "train.tsv:2: there is no column 'label'"), ('sentence\tlabel\n', 'train.tsv:1: the file is empty'),
-                             ('sentence\tlabel\nx\t1\ny\n', "train.tsv:3: there is no column 'label'"), ('', 'train.tsv:1: the file is empty'),
-                             ('sentence\tlabel\nx\tgood\n', "train.tsv:2: label 'good' is none of sst2's: 0 (negative), 1 (positive)")):
+    for content, message in (
+            ('sentence\ttag\nx\t1\n', "2: there is no column 'label'"),
+            ('sentence\tlabel\n', '1: the file is empty'),
+            ('sentence\tlabel\nx\t1\ny\n', "3: there is no column 'label'"),
+            ('', '1: the file is empty'),
+            ('sentence\tlabel\nx\tgood\n', "2: label 'good' is none of sst2's: 0 (negative), 1 (positive)")):
         for file in ('train.tsv', 'dev.tsv'):
             (tmp_path / 'sst2' / file).write_text(content)
-        told(message, '--task=sst2')
+        told(f'train.tsv:{message}', '--task=sst2')
     write_task(tmp_path, 'stsb', [{**good, 'label': 5.5}])
     told('stsb.train.jsonl:1: label 5.5 is none of', '--task=stsb')
     write_task(tmp_path, 'rte', [good, good])
-    for args, message in ((['--seeds=3,x'], '--seeds'), (['--seeds=3,3'], '--seeds'), (['--length=4'], '--length'), (['--epochs=0'], '--epochs 0'),
-                          (['--lora', '--full'], 'not allowed'), (['--json=/none/r.json'], 'cannot be written'), (['--rank=-1'], '--rank'),
-                          (['--blimp=/none'], 'has no score of'), (['--device=tpu'], "device 'tpu'")):
+    for args, message in (
+            (['--seeds=3,x'], '--seeds'),
+            (['--seeds=3,3'], '--seeds'),
+            (['--length=4'], '--length'),
+            (['--epochs=0'], '--epochs 0'),
+            (['--lora', '--full'], 'not allowed'),
+            (['--json=/none/r.json'], 'cannot be written'),
+            (['--rank=-1'], '--rank'),
+            (['--blimp=/none'], 'has no score of'),
+            (['--device=tpu'], "device 'tpu'")):
         told(message, '--task=rte', *args)
-    (tmp_path / 'b.json').write_text(json.dumps(dict(runs=[dict(checkpoint='out/other', overall=70.0)])))
+    others = dict(runs=[dict(checkpoint='out/other', overall=70.0)])
+    (tmp_path / 'b.json').write_text(json.dumps(others))
     told('has no score of', '--task=rte', f'--blimp={tmp_path}/b.json')
     (tmp_path / 'b.json').write_text(json.dumps(dict(data='data/toy_blimp', runs=[])))
     told('toy pairs', '--task=rte', f'--blimp={tmp_path}/b.json')
@@ -371,4 +479,5 @@ def test_mistakes(run, tiny, tmp_path):
     (tmp_path / 'RTE' / 'train.tsv').write_text('sentence1\tsentence2\tlabel\na\tb\t1\n')
     told('rte is there twice', '--task=rte')
     shutil.rmtree(tmp_path / 'RTE')
-    assert run('finetune.py', tmp_path / 'nothing', '--data', tmp_path, '--task=rte', code=2).stderr.startswith('finetune.py: there is no checkpoint')
+    text = run('finetune.py', tmp_path / 'nothing', '--data', tmp_path, '--task=rte', code=2).stderr
+    assert text.startswith('finetune.py: there is no checkpoint')

@@ -23,6 +23,10 @@ def make(seed=0, dtype=torch.float64, **changes):
     return model
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def tokens(B=2, T=11, seed=1):
     return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
 
@@ -132,12 +136,9 @@ def objective(loss, aux):
 
 
 @pytest.mark.parametrize('changes', [
-    dict(), dict(swiglu=True), dict(n_parallel=0, n_layer=3), dict(top_k=1),
-    pytest.param(dict(balance='entropy'), marks=pytest.mark.slow),
-    pytest.param(dict(balance='printed'), marks=pytest.mark.slow),
-    pytest.param(dict(sparse=False), marks=pytest.mark.slow),
-    pytest.param(dict(n_layer=3), marks=pytest.mark.slow),
-    pytest.param(dict(swiglu=True, sparse=False), marks=pytest.mark.slow)])
+    dict(), dict(swiglu=True), dict(n_parallel=0, n_layer=3), slow(dict(top_k=1)),
+    slow(dict(balance='entropy')), slow(dict(balance='printed')), slow(dict(sparse=False)),
+    slow(dict(n_layer=3)), slow(dict(swiglu=True, sparse=False))])
 def test_oracle(changes):
     """Logits, loss, balance losses, every gradient and every gate."""
     model, x, y = make(**changes), tokens(), tokens(seed=2)
@@ -145,15 +146,16 @@ def test_oracle(changes):
     logits, aux, gates = oracle(model, x)
     kept = y.flatten() >= 0
     loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
-    slow = torch.autograd.grad(objective(loss, aux), list(model.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(objective(loss, aux), list(model.parameters()), allow_unused=True)
     assert torch.allclose(model(x)[0], logits, atol=1e-10)
     _, fast_loss, fast_aux = model(x, y)
     assert abs(fast_loss - loss) < 1e-10 and fast_aux.keys() == aux.keys()
     for name in aux:
         assert abs(fast_aux[name] - aux[name]) < 1e-10
     objective(fast_loss, fast_aux).backward()
-    for (name, p), g in zip(model.named_parameters(), slow):
-        assert torch.allclose(p.grad, torch.zeros_like(p) if g is None else g, atol=1e-10), name
+    for (name, p), g in zip(model.named_parameters(), grads):
+        want = torch.zeros_like(p) if g is None else g
+        assert torch.allclose(p.grad, want, atol=1e-10), name
     found = model.routes(x)
     assert not any(m._forward_hooks for m in model.modules())
     assert list(found) == list(gates)                    # in the order in which a token meets them
@@ -349,12 +351,11 @@ def uncached(model, idx, n):
 
 
 FORMS = [dict(), dict(n_parallel=0), dict(swiglu=True), dict(sparse=False)]
-STARTS = [7, 24, 40, 1]
+QUICK = [(dict(), 7), (dict(n_parallel=0), 24), (dict(n_parallel=0), 40)]
+MORE = [case for case in itertools.product(FORMS, [1, 7, 24, 40]) if case not in QUICK]
 
 
-@pytest.mark.parametrize('changes, start', [
-    pytest.param(changes, start, marks=[] if i == j else pytest.mark.slow)      # one start per form is quick
-    for i, changes in enumerate(FORMS) for j, start in enumerate(STARTS)])
+@pytest.mark.parametrize('changes, start', [*QUICK, *(slow(*case) for case in MORE)])
 def test_cached_generation_is_uncached(changes, start):
     """Also past the context length (24), and from prompts as long as it or longer."""
     model, x = make(**changes).eval(), tokens(3, start)

@@ -197,7 +197,7 @@ def test_oracle(changes, training):
     logits, aux, weights = oracle(model, x, noise)
     kept = y.flatten() >= 0
     loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
-    slow = torch.autograd.grad(objective(loss, aux), list(model.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(objective(loss, aux), list(model.parameters()), allow_unused=True)
     torch.manual_seed(5)
     assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-10)
     torch.manual_seed(5)
@@ -205,7 +205,7 @@ def test_oracle(changes, training):
     assert abs(fast_loss - loss) < 1e-10 and fast_aux.keys() == aux.keys()
     assert all(abs(fast_aux[name] - aux[name]) < 1e-10 for name in aux)
     objective(fast_loss, fast_aux).backward()
-    for (name, p), g in zip(model.named_parameters(), slow):
+    for (name, p), g in zip(model.named_parameters(), grads):
         got, want = (torch.zeros_like(p) if v is None else v for v in (p.grad, g))
         assert torch.allclose(got, want, rtol=0, atol=1e-10), name
     torch.manual_seed(5)
@@ -244,6 +244,14 @@ def test_choices_are_drawn_from_the_softmax(temperature):
     assert count.sum() == N and ((count - want) ** 2 / want).sum() < 14   # chi-square, 2 degrees: p = 0.001
 
 
+def test_eval_mode_takes_the_best_choice():
+    logits = torch.tensor([[[1.0, -0.5, 0.3], [0.2, 0.1, 0.4]]], dtype=torch.float64)
+    hard, _ = router_of(temperature=0.5).eval()(logits)
+    assert hard.tolist() == [[[1, 0, 0], [0, 0, 1]]]
+    soft, _ = router_of(temperature=0.5, hard=False).eval()(logits)
+    assert torch.allclose(soft, (2 * logits).softmax(-1))
+
+
 @pytest.mark.parametrize('changes', [G1, G2, G1 | dict(hard=False), dict()])
 def test_eval_mode_draws_nothing(changes):
     model, x = make(dropout=0.5, **changes).eval(), tokens()
@@ -266,14 +274,14 @@ def test_auxiliary_losses_by_hand():
         losses = papaformer.routing_losses(logits, hard, form)
         assert losses.keys() == {'entropy', 'load'}
         assert abs(losses['entropy'] - entropy) < 2e-6 and abs(losses['load'] - load) < 2e-6, form
-    soft = papaformer.routing_losses(logits, logits.softmax(-1), 'released')     # its signs, entropies above 0
+    soft = papaformer.routing_losses(logits, logits.softmax(-1), 'released')     # its signs, entropy above 0
     assert abs(soft['entropy'] + 0.968833) < 2e-6 and abs(soft['load'] - 1.079871) < 2e-6
     losses = router_of('intended', temperature=0.3).train()(logits)[1]           # no noise, no temperature
     assert abs(losses['entropy'] + 0.968833) < 2e-6 and abs(losses['load'] + 1.079871) < 2e-6
 
 
 def minimise(form, names):
-    """40 steps from a slightly unbalanced router -> its largest load, the tokens' mean largest probability."""
+    """40 steps from a slightly unbalanced router -> largest load, the tokens' mean largest probability."""
     torch.manual_seed(0)
     config = PaPaformerConfig(**{**SMALL, 'connection': 'gumbel2', 'aux_form': form})
     router = papaformer.Router(8, 3, config).train()

@@ -7,39 +7,58 @@ import pytest
 import torch
 
 import sample
-from prepare import load_tokenizer
+from plumbing.tokenizer import load_tokenizer
 from test_train import TINY
 
 
 @pytest.fixture(scope='module')
 def trained(run, data_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp('out') / 'run'
-    run('train.py', *TINY, '--top_k=2', f'--data_dir={data_dir}', f'--out_dir={out}', '--max_iters=30')
+    run('train.py', *TINY, '--top_k=2', f'--data_dir={data_dir}', f'--out_dir={out}', '--max_iters=30',
+        here=True)
     return out
 
 
-def test_text(run, trained):
-    args = ['sample.py', trained, '--prompt', 'Once upon a time', '--max_new_tokens', 40, '--device', 'cpu']
-    first = run(*args, '--num', 2).stdout
+@pytest.fixture
+def call(run, trained):
+    """sample.py in this process -> what it prints."""
+    def call(*args, folder=trained):
+        return run('sample.py', folder, *args, '--device', 'cpu', here=True).stdout
+    return call
+
+
+@pytest.mark.slow
+def test_as_a_user(run, trained):
+    args = ['--prompt', 'Once upon a time', '--max_new_tokens', 10, '--routes', '--device', 'cpu']
+    text = run('sample.py', trained, *args).stdout
+    assert text.startswith('Once upon a time') and 'choice:percent' in text
+    assert text == run('sample.py', trained, *args, here=True).stdout
+
+
+def test_text(call):
+    args = ['--prompt', 'Once upon a time', '--max_new_tokens', 40]
+    first = call(*args, '--num', 2)
     assert first.startswith('Once upon a time') and first.count('-' * 40) == 1
-    assert run(*args, '--num', 2).stdout == first        # the seed decides
-    assert run(*args, '--num', 2, '--seed', 1).stdout != first
-    greedy = run(*args, '--temperature', 0).stdout
-    assert greedy == run(*args, '--top_k', 1, '--seed', 5).stdout
-    assert run('sample.py', trained, '--max_new_tokens', 5, '--device', 'cpu').stdout.strip()
+    assert call(*args, '--num', 2) == first              # the seed decides
+    assert call(*args, '--num', 2, '--seed', 1) != first
+    greedy = call(*args, '--temperature', 0)
+    assert greedy == call(*args, '--top_k', 1, '--seed', 5)
+    assert call('--max_new_tokens', 5).strip()
 
 
-def test_next(run, trained):
-    lines = run('sample.py', trained, '--prompt', 'Once upon a', '--next', 5, '--device', 'cpu').stdout.splitlines()
+def test_next(call):
+    lines = call('--prompt', 'Once upon a', '--next', 5).splitlines()
     probabilities = [float(line.split()[0]) for line in lines]
-    assert len(lines) == 5 and probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1
+    assert len(lines) == 5 and probabilities == sorted(probabilities, reverse=True)
+    assert 0 < sum(probabilities) <= 1
 
 
-def test_routes(run, trained):
-    text = run('sample.py', trained, '--prompt', 'The dogs', '--routes', '--max_new_tokens', 6, '--device', 'cpu').stdout
+def test_routes(call):
+    text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 6)
     table = text.split('\n\n')[-1].splitlines()
-    assert table[0].split()[:4] == ['token', 'shrink', 'parallel.0', 'grow'] and 'choice:percent' in table[0] and table[1].startswith('<eot>')
-    for line in table[1:]:                               # two choices in each of three layers, which share 100%
+    assert table[0].split()[:4] == ['token', 'shrink', 'parallel.0', 'grow']
+    assert 'choice:percent' in table[0] and table[1].startswith('<eot>')
+    for line in table[1:]:                       # two choices in each of three layers, which share 100%
         ways = re.findall(r'(\d):(\d+)', line)
         assert len(ways) == 6
         for (_, a), (_, b) in zip(ways[::2], ways[1::2]):
@@ -52,25 +71,27 @@ def test_the_heaviest_choice_comes_first(data_dir, capsys):
     assert capsys.readouterr().out.splitlines()[1].endswith('2:70 0:20 3:10')
 
 
-def test_routes_of_a_long_text_begin_with_the_prompt(run, trained):
-    text = run('sample.py', trained, '--prompt', 'The dogs', '--routes', '--max_new_tokens', 60, '--device', 'cpu').stdout
+def test_routes_of_a_long_text_begin_with_the_prompt(call):
+    text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 60)
     table = text[text.index('the first 32 of 6'):].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
 
 
 def test_documents_are_set_apart(data_dir):
     tokenizer = load_tokenizer(data_dir / 'toy_stories')
-    end, a, b = [tokenizer.eot], tokenizer.encode('The dogs run.'), tokenizer.encode('Mia waits.')
-    assert tokenizer.show([*end, *a, *end, *b]) == 'The dogs run.\n\nMia waits.'
-    assert tokenizer.decode([*end, *a, *end, *b]) == 'The dogs run.Mia waits.'
+    texts = [tokenizer.encode(text) for text in ('The dogs run.', 'Mia waits.')]
+    ids = [i for text in texts for i in (tokenizer.eot, *text)]
+    assert tokenizer.show(ids) == 'The dogs run.\n\nMia waits.'
+    assert tokenizer.decode(ids) == 'The dogs run.Mia waits.'
 
 
-def test_a_prompt_inside_a_chunk_of_bytes(run, smoke):
+@pytest.mark.slow
+def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
     """The last chunk of the prompt is left open: the model may end it or go on with it."""
     folder = smoke('config/stlm_bytes.py')
-    text = run('sample.py', folder, '--prompt', 'Once upon a ti', '--max_new_tokens', 40, '--device', 'cpu').stdout
+    text = call('--prompt', 'Once upon a ti', '--max_new_tokens', 40, folder=folder)
     assert text.startswith('Once upon a ti') and len(text) > 16
-    lines = run('sample.py', folder, '--prompt', 'Once upon a ti', '--next', 257, '--device', 'cpu').stdout
+    lines = call('--prompt', 'Once upon a ti', '--next', 257, folder=folder)
     assert '<end>' in lines and '<eot>' not in lines.splitlines()[0]
 
 

@@ -50,8 +50,8 @@ def turn(x, t):
 
 
 def attention(b, x, c):
-    """Att of Eq. 6 over one sequence (T, D): consecutive query heads share a key and value head, token t reads
-    0..t."""
+    """Att of Eq. 6 over one sequence (T, D): consecutive query heads share a key and value head, and token t
+    reads 0..t."""
     H, G, d, T = c.n_head, c.n_kv_head, c.n_embd // c.n_head, len(x)
     wq, wk, wv = b.qkv.weight.split((H * d, G * d, G * d))
     q = [[turn((wq @ v)[h * d:(h + 1) * d], t) for h in range(H)] for t, v in enumerate(x)]
@@ -94,7 +94,7 @@ def contribution(gate, x):
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), aux, {layer: [weights of each token]}, per layer and row the states of Eq. 3, 4."""
+    """-> logits (B, T, V), aux, {layer: [weights of a token]}, states of Eq. 3 and 4 by layer and row."""
     c = model.config
     rows = []
     routed = [[] for _ in model.blocks]
@@ -131,13 +131,14 @@ def project(model, h):
     return torch.stack([model.head.weight @ rms(v, model.norm_f.weight) for v in h])
 
 
-CASES = [dict(n_kv_head=1), dict(gate='matrix'), dict(gate='vector', n_kv_head=1),
-         dict(gate='scalar', n_kv_head=4), dict(gate='matrix', gate_layers=[2]),
-         dict(gate='vector', gate_layers=[]), dict(n=2, k=2), dict(n=4, k=2),
-         dict(n=4, k=1, gate='matrix', gate_layers=[1]), dict(n=2, k=2, gate='scalar', n_kv_head=4)]
+QUICK = [dict(gate='matrix'), dict(gate='vector', n_kv_head=1), dict(gate='scalar', n_kv_head=4),
+         dict(n=4, k=2), dict(n=4, k=1, gate='matrix', gate_layers=[1])]
+MORE = [dict(n_kv_head=1), dict(gate='matrix', gate_layers=[2]), dict(gate='vector', gate_layers=[]),
+        dict(n=2, k=2), dict(n=2, k=2, gate='scalar', n_kv_head=4)]
 
 
-@pytest.mark.parametrize('changes', CASES, ids=str)
+@pytest.mark.parametrize(
+    'changes', [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux entry, every gradient, and the routes."""
     model, x, y = make(**changes), tokens(), tokens(seed=2)
@@ -145,7 +146,7 @@ def test_oracle(changes):
     logits, aux, gates, _ = oracle(model, x)
     kept = y.flatten() >= 0
     loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
-    slow = torch.autograd.grad(loss + 0.7 * aux.get('balance', 0), list(model.parameters()))
+    grads = torch.autograd.grad(loss + 0.7 * aux.get('balance', 0), list(model.parameters()))
     assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-10)
     none, fast_loss, fast_aux = model(x, y)
     assert none is None and abs(fast_loss - loss) < 1e-10 and fast_aux.keys() == aux.keys()
@@ -153,7 +154,7 @@ def test_oracle(changes):
         assert abs(fast_aux[name] - value) < (1e-10 if name == 'balance' else 1e-5 * value), name
         assert fast_aux[name].requires_grad == (name == 'balance'), name
     (fast_loss + 0.7 * fast_aux.get('balance', 0)).backward()
-    for (name, p), g in zip(model.named_parameters(), slow, strict=True):
+    for (name, p), g in zip(model.named_parameters(), grads, strict=True):
         assert torch.allclose(p.grad, g, rtol=0, atol=1e-10), name
         assert g.abs().max() > 1e-6, name                # nothing here is out of reach
     found = model.routes(x)
@@ -439,7 +440,7 @@ def uncached(model, idx, n):
 
 
 @pytest.mark.parametrize('changes', MODELS, ids=str)
-@pytest.mark.parametrize('start', [1, 8, 13])
+@pytest.mark.parametrize('start', [1, pytest.param(8, marks=pytest.mark.slow), 13])
 def test_cached_generation_is_uncached(changes, start):
     """Also far past the context length (8), and from prompts as long as it or longer."""
     model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)
@@ -541,8 +542,9 @@ def test_params_by_hand():
 
 
 @pytest.mark.parametrize('wrong', [
-    dict(vocab_size=0), dict(block_size=0), dict(n_layer=0), dict(n_head=0), dict(n_kv_head=0), dict(n_embd=0),
-    dict(n_expert=0), dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3), dict(n_kv_head=8), dict(gate='full'),
+    dict(vocab_size=0), dict(block_size=0), dict(n_layer=0), dict(n_head=0), dict(n_kv_head=0),
+    dict(n_embd=0), dict(n_expert=0), dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3),
+    dict(n_kv_head=8), dict(gate='full'),
     dict(gate_layers=[0]), dict(gate_layers=[1, 3]), dict(gate_layers=[-1]), dict(top_k=0), dict(top_k=2),
     dict(n_expert=4, top_k=5), dict(dropout=1.0), dict(dropout=-0.1), dict(ffn_hidden=0)], ids=str)
 def test_config_errors(wrong):

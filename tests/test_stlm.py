@@ -1,5 +1,5 @@
-"""stlm.py against a slow oracle from LLaMA's definitions and section 5.2, one position at a time; its probabilities,
-its streams of chunks from text to bits per byte, and its generation."""
+"""stlm.py against a slow oracle from LLaMA's definitions and section 5.2, one position at a time; its
+probabilities, its streams of chunks from text to bits per byte, and its generation."""
 
 import itertools
 import math
@@ -12,28 +12,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import prepare
+import plumbing.tokenizer as tokenizers
 import stlm
-import train
-from loader import as_tensor, val_batches
-from machine import Machine
+from plumbing.data import as_tensor, score_batches, val_batches
+from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8, dropout=0.0)
+SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8,
+             dropout=0.0)
 BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2, byte_head=2)
 SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
           dict(share='all', lora_rank=3, n_kv_head=4)]
 DECODERS = ['causal', 'parallel']
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
-    """A small model whose gains, adapters and positions matter. With byte_limit, or decoder, it is byte-level."""
+    """A small model whose gains, adapters and positions matter. With byte_limit or decoder: byte-level."""
     torch.manual_seed(seed)
     byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
     model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.add_((0.4 if name in ('start', 'pool.weight', 'spread.weight') else scale) * torch.randn_like(p))
+            joint = name in ('start', 'pool.weight', 'spread.weight')
+            p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
 
 
@@ -43,12 +48,14 @@ def tokens(B=2, T=6, seed=1):
 
 def stream(B, T, V=9, limit=3, seed=1):
     """(B, T) symbols of random chunks: some are end-of-text, the others have 1 to limit bytes."""
-    dice, rows = random.Random(seed), []
+    dice = random.Random(seed)
+    rows = []
     for _ in range(B):
         row = []
         while len(row) < T:
             chunk = [dice.randrange(V - 3) for _ in range(dice.randint(1, limit))] + [V - 3]
-            chunk = [V - 2] if dice.random() < 0.2 else chunk
+            if dice.random() < 0.2:
+                chunk = [V - 2]
             row += chunk + [V - 1] * (limit + 1 - len(chunk))
         rows.append(row[:T])
     return torch.tensor(rows)
@@ -74,7 +81,7 @@ def whole(symbols, V, limit):
     return True
 
 
-# ------------------------------------------------------------------------------------------------ the slow oracle
+# ---- The slow oracle -----------------------------------------------------------------------------
 
 
 def rms(x, gain):
@@ -87,12 +94,13 @@ def turn(x, t):
     for i in range(half):
         angle = t * 10000.0 ** (-2 * i / len(x))
         cos, sin = math.cos(angle), math.sin(angle)
-        out[i], out[i + half] = cos * x[i] - sin * x[i + half], sin * x[i] + cos * x[i + half]
+        out[i] = cos * x[i] - sin * x[i + half]
+        out[i + half] = sin * x[i] + cos * x[i + half]
     return torch.stack(out)
 
 
 def attention(x, qkv, proj, H, G, reads, rotary):
-    """Over normed vectors; query heads in groups of H / G share a key and value head; place t reads `reads(t)`."""
+    """Over normed vectors; H / G query heads share a key and value head; place t reads `reads(t)`."""
     d = len(proj) // H
     wq, wk, wv = qkv.split((H * d, G * d, G * d))
     place = turn if rotary else lambda v, t: v
@@ -116,22 +124,26 @@ def swiglu(x, fc, down):
 
 
 def transformer(x, layers, norm_f, H, G, reads, rotary):
-    """Pre-norm blocks, then the final norm, over a list of vectors. layers: (norm, qkv, proj, norm, fc, down) each."""
+    """Pre-norm blocks and the final norm. Layer: (norm, qkv, proj, norm, fc, down)."""
     for norm_1, qkv, proj, norm_2, fc, down in layers:
-        x = [v + u for v, u in zip(x, attention([rms(v, norm_1) for v in x], qkv, proj, H, G, reads, rotary))]
+        added = attention([rms(v, norm_1) for v in x], qkv, proj, H, G, reads, rotary)
+        x = [v + u for v, u in zip(x, added)]
         x = [v + swiglu(rms(v, norm_2), fc, down) for v in x]
     return [rms(v, norm_f) for v in x]
 
 
 def core(model, x):
-    """All layers, written out: layer i has the shared matrix plus its own low-rank product, where there is one."""
-    c, layers = model.config, []
+    """All layers, written out: layer i has the shared matrix plus its own low-rank product, if any."""
+    c = model.config
+    layers = []
     for i in range(c.n_layer):
-        one, own = 0 if c.share == 'all' else i, model.adapters[i] if c.lora_rank else {}
+        one = 0 if c.share == 'all' else i
         a, f = model.attention[one], model.ffn[i if c.share == 'none' else 0]
-        qkv, proj, fc, down = (linear.weight + own[name].up.weight @ own[name].down.weight if name in own else
-                               linear.weight for name, linear in
-                               (('qkv', a.qkv), ('proj', a.proj), ('fc', f.fc), ('down', f.down)))
+        maps = dict(qkv=a.qkv.weight, proj=a.proj.weight, fc=f.fc.weight, down=f.down.weight)
+        if c.lora_rank:
+            for name, own in model.adapters[i].items():
+                maps[name] = maps[name] + own.up.weight @ own.down.weight
+        qkv, proj, fc, down = maps.values()
         layers.append((a.norm.weight, qkv, proj, model.norm[one].weight, fc, down))
     return transformer(x, layers, model.norm_f.weight, c.n_head, c.n_kv_head, lambda t: range(t + 1), True)
 
@@ -141,15 +153,18 @@ def small(part, x, reads):
     layers = [(a.norm.weight, a.qkv.weight, a.proj.weight, n.weight, f.fc.weight, f.down.weight)
               for a, n, f in zip(part.attention, part.norm, part.ffn)]
     H = part.attention[0].n_head
-    return transformer([v + p for v, p in zip(x, part.position)], layers, part.norm_f.weight, H, H, reads, False)
+    x = [v + p for v, p in zip(x, part.position)]
+    return transformer(x, layers, part.norm_f.weight, H, H, reads, False)
 
 
 def oracle(model, idx):
     """-> logits (B, T, V)."""
     c, wte = model.config, model.wte.weight
     if not c.byte_limit:
-        return torch.stack([torch.stack([wte @ h for h in core(model, [wte[i] for i in row])]) for row in idx])
-    L, V, rows = c.byte_limit + 1, c.vocab_size, []
+        states = [core(model, [wte[i] for i in row]) for row in idx]
+        return torch.stack([torch.stack([wte @ h for h in row]) for row in states])
+    L, V = c.byte_limit + 1, c.vocab_size
+    rows = []
     for row in idx.tolist():
         T, vectors = len(row), [model.start]
         for i in range(0, T - L + 1, L):                 # whole chunks
@@ -159,11 +174,14 @@ def oracle(model, idx):
         logits = []
         for n, state in enumerate(core(model, vectors)):
             known = row[n * L:(n + 1) * L]
-            x = [model.spread.weight @ state for _ in range(L if c.decoder == 'parallel' else min(L, len(known) + 1))]
-            if c.decoder == 'causal':
-                x = [v if j == 0 else v + wte[known[j - 1]] for j, v in enumerate(x)]
-            out = small(model.decoder, x, lambda t: range(L) if c.decoder == 'parallel' else range(t + 1))
-            for j in range(min(L, len(known) + 1)):
+            spelled = min(L, len(known) + 1)
+            x = [model.spread.weight @ state for _ in range(L)]
+            if c.decoder == 'parallel':
+                out = small(model.decoder, x, lambda t: range(L))
+            else:
+                x = [v if j == 0 else v + wte[known[j - 1]] for j, v in enumerate(x[:spelled])]
+                out = small(model.decoder, x, lambda t: range(t + 1))
+            for j in range(spelled):
                 may = [*range(V - 3)] if j < L - 1 else []
                 may += [V - 3] if j > 0 else [V - 2]
                 logit = torch.full((V,), -math.inf, dtype=wte.dtype)
@@ -172,37 +190,41 @@ def oracle(model, idx):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize('changes, T', [(s, 5) for s in SHARES] + [
-    (dict(decoder=d), T) for d in DECODERS for T in (12, 10, 2)] + [
-    (dict(decoder='causal', share='all', lora_rank=2, byte_limit=1, byte_layer=1), 6)], ids=str)
+@pytest.mark.parametrize('changes, T', [
+    (SHARES[3], 5), (SHARES[4], 5), (dict(decoder='causal'), 10), (dict(decoder='parallel'), 10),
+    (dict(decoder='causal'), 2), *[slow(share, 5) for share in SHARES[:3]], slow(dict(decoder='parallel'), 2),
+    slow(dict(decoder='causal'), 12), slow(dict(decoder='parallel'), 12),
+    slow(dict(decoder='causal', share='all', lora_rank=2, byte_limit=1, byte_layer=1), 6)], ids=str)
 def test_oracle(changes, T):
-    """Logits, loss and every gradient. For bytes, T ends at a chunk's end, inside the third, inside the first."""
+    """Logits, loss and every gradient. Bytes end at a chunk's end, inside the third, inside the first."""
     model = make(**changes)
     c = model.config
-    x = stream(2, T + 1, limit=c.byte_limit) if c.byte_limit else tokens(2, T + 1)
-    x, y = x[:, :-1], without_padding(x[:, 1:], c.vocab_size) if c.byte_limit else x[:, 1:]
+    text = stream(2, T + 1, limit=c.byte_limit) if c.byte_limit else tokens(2, T + 1)
+    x, y = text[:, :-1], text[:, 1:]
+    if c.byte_limit:
+        y = without_padding(y, c.vocab_size)
     logits = oracle(model, x)
     kept = y.flatten() >= 0
     loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
-    slow = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     fast, none, aux = model(x)
     assert none is None and aux == {} and fast.shape == (2, T, c.vocab_size)
     assert torch.equal(fast.isinf(), logits.isinf()) and torch.allclose(fast, logits, rtol=0, atol=1e-9)
     none, fast_loss, aux = model(x, y)
     assert none is None and aux == {} and abs(fast_loss - loss) < 1e-9
     fast_loss.backward()
-    for (name, p), g in zip(model.named_parameters(), slow, strict=True):
+    for (name, p), g in zip(model.named_parameters(), grads, strict=True):
         if T >= c.byte_limit + 1:                        # nothing here is out of reach
             assert g.abs().max() > 1e-7, name
-        g = torch.zeros_like(p) if g is None else g      # without a whole chunk nothing is encoded
-        assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, g, rtol=0, atol=1e-9), name
+        got, want = (torch.zeros_like(p) if v is None else v for v in (p.grad, g))
+        assert torch.allclose(got, want, rtol=0, atol=1e-9), name        # none: nothing whole to encode
 
 
-# ------------------------------------------------------------------------------------------------ counts
+# ---- Counts --------------------------------------------------------------------------------------
 
 
 def test_sizes_of_the_paper():
-    """55.9M (SPEC); the byte-level parts have 90 to 95% fewer parameters than the table they replace (5.2), or less."""
+    """55.9M; the byte-level parts have 96% fewer parameters than the table they replace, 90 to 95% in 5.2."""
     with torch.device('meta'):
         total, active = STLM(STLMConfig()).count_params()
         model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
@@ -211,15 +233,17 @@ def test_sizes_of_the_paper():
     parts = Counter()
     for name, p in model.named_parameters():
         parts[name.split('.')[0] in outer] += p.numel()
-    assert parts[True] < 0.1 * 50257 * 512 and round(100 - 100 * parts[True] / (50257 * 512)) == 96   # the docstring's
-    assert parts[False] == total - 50257 * 512           # the core is the baseline's
+    table = 50257 * 512
+    assert parts[True] < 0.1 * table and round(100 - 100 * parts[True] / table) == 96
+    assert parts[False] == total - table                 # the core is the baseline's
 
 
 @pytest.mark.parametrize('changes', [{}, *SHARES[1:]], ids=str)
 def test_params_by_hand(changes):
     """A shared tensor stands in the state dict once, and is counted once; it is active in every layer."""
     D, d, H, G, hidden, N = 16, 4, 4, changes.get('n_kv_head', 2), 8, 3
-    block, ffn = D + D * (H + 2 * G) * d + D * D + D, D * 2 * hidden + hidden * D       # block: norms and attention
+    block = D + D * (H + 2 * G) * d + D * D + D          # norms and attention
+    ffn = D * 2 * hidden + hidden * D
     share, r = changes.get('share'), changes.get('lora_rank', 0)
     adapters = r * (D + 2 * hidden + hidden + D)
     adapters += r * (D + (H + 2 * G) * d + D + D) if share == 'all' else 0
@@ -238,15 +262,16 @@ def test_params_by_hand(changes):
 def test_initialisation():
     torch.manual_seed(0)
     for share in ('none', 'all'):
-        model = STLM(STLMConfig(vocab_size=259, block_size=52, n_layer=4, n_embd=256, byte_limit=12, share=share,
-                                lora_rank=8 * (share == 'all')))
+        shape = dict(vocab_size=259, block_size=52, n_layer=4, n_embd=256, byte_limit=12)
+        model = STLM(STLMConfig(**shape, share=share, lora_rank=8 if share == 'all' else 0))
         for name, p in model.named_parameters():
             if 'norm' in name or '.up.' in name:
                 assert (p == ('norm' in name)).all(), name
                 continue
             narrow = name.startswith(('wte', 'encoder', 'decoder'))
-            writes = ('.proj.' in name or '.down.' in name) and 'adapters' not in name
-            std = (p.size(-1) ** -0.5 if narrow else 0.02) / (math.sqrt(2 * (2 if narrow else 4)) if writes else 1)
+            std = p.size(-1) ** -0.5 if narrow else 0.02
+            if ('.proj.' in name or '.down.' in name) and 'adapters' not in name:
+                std /= math.sqrt(2 * (2 if narrow else 4))
             std = {'pool.weight': 0.02 / 128 ** 0.5, 'spread.weight': 1 / math.sqrt(128 * 256)}.get(name, std)
             assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
     plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
@@ -255,12 +280,12 @@ def test_initialisation():
     assert torch.equal(plain(tokens())[0], adapted(tokens())[0])
 
 
-# ------------------------------------------------------------------------------------------------ probability
+# ---- Probability ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('decoder', DECODERS)
 def test_probabilities_of_all_chunks_sum_to_one(decoder):
-    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs of them, after one chunk and two."""
+    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs, after one chunk or two."""
     model = make(decoder=decoder, vocab_size=6, byte_limit=2, block_size=12, scale=0.5)
     chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3)), *([b, b2, 3] for b in range(3) for b2 in range(3))]
     for context in ([1, 3, 5], [4, 5, 5, 2, 0, 3]):
@@ -287,10 +312,12 @@ def test_no_leak(decoder):
             changed[row, p] = (changed[row, p] + 1) % 6
             difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[row]
             assert difference[:p].sum() < 1e-12
-            end = (p // L + 1) * L - 1                   # from here on the chunk is whole and the core has read it
+            end = (p // L + 1) * L - 1                   # from here on the core has read the whole chunk
             assert (difference[[t for t in range(end, 16) if (t + 1) % L != L - 1]] > 1e-9).all()
-            inside = difference[p:end][:L - 2 - p % L]   # up to the last slot, which can only be end-of-chunk
-            assert (inside > 1e-9).all() if decoder == 'causal' else (difference[p:end] < 1e-12).all()
+            if decoder == 'causal':                      # up to the last slot, which can only be end-of-chunk
+                assert (difference[p:end][:L - 2 - p % L] > 1e-9).all()
+            else:
+                assert (difference[p:end] < 1e-12).all()
 
 
 def test_padding_is_never_read():
@@ -305,31 +332,37 @@ def test_padding_is_never_read():
         assert not model(nothing)[0].isnan().any()
 
 
-# ------------------------------------------------------------------------------------------------ streams of chunks
+# ---- Streams of chunks ---------------------------------------------------------------------------
 
 
 def texts():
     """Random UTF-8 of all planes, and the cases that break tokenizers."""
     dice = random.Random(3)
-    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f), (0, 0x20)]
-    rows = [''.join(chr(dice.randint(*dice.choice(planes))) for _ in range(dice.randint(1, 40))) for _ in range(60)]
-    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77,
-                   '<|endoftext|>', 'é']
+    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f),
+              (0, 0x20)]
+
+    def letter():
+        return chr(dice.randint(*dice.choice(planes)))
+    rows = [''.join(letter() for _ in range(dice.randint(1, 40))) for _ in range(60)]
+    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85',
+                   ' ' * 77, '<|endoftext|>', 'é']
 
 
 def bases():
-    words = Counter(w for text in texts() for w in prepare.PATTERN.findall(text))
-    bpe = prepare.rank_tokenizer(prepare.ranks_blob(prepare.train_bpe({w: 2 * n for w, n in words.items()}, 700)))
+    words = Counter(w for text in texts() for w in tokenizers.PATTERN.findall(text))
+    vocabulary = tokenizers.train_bpe({word: 2 * n for word, n in words.items()}, 700)
+    bpe = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
     assert max(map(len, bpe.token_bytes)) > 24           # far over every limit here
-    return [prepare.choose_tokenizer('bytes'), bpe]
+    return [tokenizers.choose_tokenizer('bytes'), bpe]
 
 
-@pytest.mark.parametrize('limit', [1, 3, 12])
+@pytest.mark.parametrize('limit', [1, slow(3), 12])
 def test_nothing_is_lost(limit):
     """Text -> symbols -> text; the symbols are whole chunks; the model gives each a probability."""
     model = make(dtype=torch.float32, byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1)).eval()
     for base in bases():
-        tokenizer, L = prepare.chunk_tokenizer(base, limit), limit + 1
+        tokenizer = tokenizers.chunk_tokenizer(base, limit)
+        L = limit + 1
         symbols, docs = list(tokenizer.end), texts()
         for text in docs:
             ids = tokenizer.encode(text)
@@ -345,7 +378,7 @@ def test_nothing_is_lost(limit):
             starts += x[:, 0].tolist()
             if len(targets) < 5000:
                 assert model(x, y, reduction='none')[1].isfinite().all()
-        assert targets == [t for t in symbols[1:] if t != 258]           # once each, all but the first of the stream
+        assert targets == [t for t in symbols[1:] if t != 258]           # once each, all but the first
         assert starts == symbols[:-1:4 * L]
 
 
@@ -363,34 +396,40 @@ class Known(torch.nn.Module):
 
 def bits_per_byte(tokenizer, docs, log_prob, seq_len):
     symbols = tokenizer.end + [s for text in docs for s in tokenizer.encode(text) + tokenizer.end]
-    batches = val_batches(as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), seq_len,
-                          2, 258 if tokenizer.kind == 'chunks' else -1)
+    pad = 258 if tokenizer.kind == 'chunks' else -1
+    batches = val_batches(as_tensor(np.array(symbols, dtype=np.uint16), 'cpu'), seq_len, 2, pad)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
-    got = train.score(Known(log_prob), batches, lengths, Machine('cpu', 'float32'))
+    got = score_batches(Known(log_prob), batches, lengths, Machine('cpu', 'float32'))
     return got['bits_per_byte'], symbols
 
 
 def test_bits_per_byte_of_a_uniform_model():
     docs = texts()
     n_bytes = len(''.join(docs).encode())
-    uniform = lambda V: lambda x: torch.full((*x.shape, V), -math.log(V))
+
+    def uniform(V):
+        return lambda x: torch.full((*x.shape, V), -math.log(V))
     for base in bases():
         got, ids = bits_per_byte(base, docs, uniform(base.n_vocab), 20)
         assert got == pytest.approx(math.log2(base.n_vocab) * (len(ids) - 1) / n_bytes, rel=1e-5)
         for limit in (3, 12):
-            got, ids = bits_per_byte(prepare.chunk_tokenizer(base, limit), docs, uniform(259), 5 * (limit + 1))
+            chunks = tokenizers.chunk_tokenizer(base, limit)
+            got, ids = bits_per_byte(chunks, docs, uniform(259), 5 * (limit + 1))
             scored = sum(s != 258 for s in ids) - 1
             assert got == pytest.approx(math.log2(259) * scored / n_bytes, rel=1e-5)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs, as chunks of two."""
+    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs, as chunks
+    of two."""
     dice = random.Random(0)
-    docs = [''.join(dice.choice(['aa', 'ab', 'ba', 'bb']) for _ in range(dice.randint(0, 9))) for _ in range(12)]
-    pairs = prepare.rank_tokenizer(prepare.ranks_blob([bytes([b]) for b in range(256)] + [b'aa', b'ab', b'ba', b'bb']))
-    pairs.encode = lambda text: [pairs.token_bytes.index(text[i:i + 2].encode()) for i in range(0, len(text), 2)]
+    four = ['aa', 'ab', 'ba', 'bb']
+    docs = [''.join(dice.choice(four) for _ in range(dice.randint(0, 9))) for _ in range(12)]
+    vocabulary = [bytes([b]) for b in range(256)] + [pair.encode() for pair in four]
+    pairs = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
+    pairs.encode = lambda text: [256 + four.index(text[i:i + 2]) for i in range(0, len(text), 2)]
 
-    def of_bytes(x):                                     # at even places of a text: end, a or b; at odd ones: a or b
+    def of_bytes(x):                                     # at even places: end, a or b; at odd ones: a or b
         out = torch.full((*x.shape, 257), -math.inf)
         for row, ids in zip(out, x.tolist()):
             for t in range(len(ids)):
@@ -403,52 +442,59 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
 
     def of_pairs(x):
         out = torch.full((*x.shape, pairs.n_vocab), -math.inf)
-        out[..., 256:260], out[..., pairs.eot] = math.log(7 / 32), math.log(1 / 8)
+        out[..., 256:260] = math.log(7 / 32)
+        out[..., pairs.eot] = math.log(1 / 8)
         return out
 
-    def of_chunks(x):                                    # windows are aligned: slot t + 1 is predicted at place t
+    def of_chunks(x):                                    # windows are aligned: place t predicts slot t + 1
         out = torch.full((*x.shape, 259), -math.inf)
-        out[:, 2::3, 97:99], out[:, 2::3, 257] = math.log(7 / 16), math.log(1 / 8)
-        out[:, 0::3, 97:99], out[:, 1::3, 256] = math.log(1 / 2), 0.0
+        out[:, 2::3, 97:99] = math.log(7 / 16)
+        out[:, 2::3, 257] = math.log(1 / 8)
+        out[:, 0::3, 97:99] = math.log(1 / 2)
+        out[:, 1::3, 256] = 0.0
         return out
 
     n = len(''.join(docs))
     want = (n // 2 * math.log2(32 / 7) + 12 * math.log2(8)) / n
-    for tokenizer, log_prob, seq_len in ((prepare.choose_tokenizer('bytes'), of_bytes, 999), (pairs, of_pairs, 7),
-                                         (prepare.chunk_tokenizer(pairs, 2), of_chunks, 9)):
-        assert bits_per_byte(tokenizer, docs, log_prob, seq_len)[0] == pytest.approx(want, rel=1e-5), tokenizer.kind
+    for tokenizer, log_prob, seq_len in (
+            (tokenizers.choose_tokenizer('bytes'), of_bytes, 999), (pairs, of_pairs, 7),
+            (tokenizers.chunk_tokenizer(pairs, 2), of_chunks, 9)):
+        got, _ = bits_per_byte(tokenizer, docs, log_prob, seq_len)
+        assert got == pytest.approx(want, rel=1e-5), tokenizer.kind
 
 
-# ------------------------------------------------------------------------------------------------ generation
+# ---- Generation ----------------------------------------------------------------------------------
 
 
 def uncached(model, idx, n):
-    """The rule in plain words: read the whole window; when block_size tokens are in it, go on with the last half."""
-    window = idx[:, -model.config.block_size:]
+    """The rule in plain words: read the whole window; when it is full, go on with its last half."""
+    limit = model.config.block_size
+    window = idx[:, -limit:]
     for _ in range(n):
-        if window.size(1) > model.config.block_size:
-            window = idx[:, -(model.config.block_size // 2):]
+        if window.size(1) > limit:
+            window = idx[:, -(limit // 2):]
         new = model(window)[0][:, -1].argmax(-1, keepdim=True)
         idx, window = torch.cat((idx, new), 1), torch.cat((window, new), 1)
     return idx
 
 
 def uncached_chunks(model, idx, n):
-    """At most block_size // L - 1 whole chunks beside the one being written; if one more, half of block_size // L."""
+    """At most block_size // L - 1 whole chunks beside the one being written; then half of block_size // L."""
     L, V = model.config.byte_limit + 1, model.config.vocab_size
     most = model.config.block_size // L
     first = max(0, idx.size(1) // L - (most - 1))
     for _ in range(n):
         now = idx.size(1) // L
-        first = now - most // 2 if now - first > most - 1 else first
+        if now - first > most - 1:
+            first = now - most // 2
         new = model(idx[:, first * L:])[0][:, -1].argmax(-1)
         ended = [V - 3 in row or V - 2 in row for row in idx[:, now * L:].tolist()]
         idx = torch.cat((idx, new.masked_fill(torch.tensor(ended), V - 1)[:, None]), 1)
     return idx
 
 
-@pytest.mark.parametrize('changes', SHARES[:1] + SHARES[-1:], ids=str)
-@pytest.mark.parametrize('start', [1, 8, 13])
+@pytest.mark.parametrize('changes', [SHARES[0], SHARES[4]], ids=str)
+@pytest.mark.parametrize('start', [1, slow(8), 13])
 def test_cached_generation_is_uncached(changes, start):
     """Also far past the context length (8), and from prompts as long as it or longer."""
     model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)
@@ -457,17 +503,18 @@ def test_cached_generation_is_uncached(changes, start):
     assert len(set(out[:, start:].flatten().tolist())) > 5               # not one token for ever
 
 
-@pytest.mark.parametrize('decoder, chunks', [('causal', 4), ('causal', 5), ('parallel', 2)])
-@pytest.mark.parametrize('start', [1, 4, 10, 16, 19, 37])
+@pytest.mark.parametrize('decoder, chunks', [('causal', 4), slow('causal', 5), ('parallel', 2)])
+@pytest.mark.parametrize('start', [1, slow(4), 10, slow(16), slow(19), 37])
 def test_cached_chunks_are_uncached(decoder, chunks, start):
-    """Prompts inside the first chunk, at a chunk's end, inside one, and longer than the context; far past it."""
-    model, x = make(4, decoder=decoder, block_size=4 * chunks, scale=0.6).eval(), stream(4, start, seed=start + 3)
+    """Prompts inside the first chunk, at a chunk's end, inside one, longer than the context; far past it."""
+    model = make(4, decoder=decoder, block_size=4 * chunks, scale=0.6).eval()
+    x = stream(4, start, seed=start + 3)
     with torch.no_grad():
         model.wte.weight[6] += 0.3 * model.wte.weight[0]                 # so that chunks end
     n = 4 * 8 - start % 4
     out = model.generate(x, n, temperature=0)
     assert torch.equal(out, uncached_chunks(model, x, n)) and torch.equal(out[:, :start], x)
-    assert all(whole(row, 9, 3) for row in out.tolist())                 # what has ended is filled up with padding
+    assert all(whole(row, 9, 3) for row in out.tolist())                 # what has ended is padded
     lengths = {tuple((out[:, i:i + 4] != 8).sum(1).tolist()) for i in range(0, out.size(1), 4)}
     assert any(len(set(rows)) > 1 for rows in lengths)                   # rows whose chunks differ in length
     if start == 10:
@@ -486,26 +533,27 @@ def test_sampling():
     assert model.generate(x, 3, top_k=1000).shape == (1, 7)              # more than the vocabulary: all of it
 
 
-@pytest.mark.parametrize('decoder', DECODERS)
+@pytest.mark.parametrize('decoder', ['causal', slow('parallel')])
 def test_sampled_chunks_decode(decoder):
     """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not UTF-8."""
     torch.manual_seed(0)
     model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
-    tokenizer = prepare.chunk_tokenizer(prepare.choose_tokenizer('bytes'), 3)
+    tokenizer = tokenizers.chunk_tokenizer(tokenizers.choose_tokenizer('bytes'), 3)
     for top_k in (None, 50, 1000):
         out = model.generate(torch.tensor([[257]] * 3), 4 * 20 - 1, top_k=top_k)
         assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
         assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
-    logits = model(torch.tensor([[257, 258, 258, 258]]))[0][0, -1]
-    drawn = model.generate(torch.tensor([[257, 258, 258, 258]]).expand(4000, -1), 1, temperature=0.02)[:, -1]
-    assert (torch.bincount(drawn, minlength=259) / 4000 - (logits / 0.02).softmax(-1)).abs().max() < 0.03
+    start = torch.tensor([[257, 258, 258, 258]])
+    want = (model(start)[0][0, -1] / 0.02).softmax(-1)
+    drawn = model.generate(start.expand(4000, -1), 1, temperature=0.02)[:, -1]
+    assert (torch.bincount(drawn, minlength=259) / 4000 - want).abs().max() < 0.03
 
 
-# ------------------------------------------------------------------------------------------------ dropout
+# ---- Dropout -------------------------------------------------------------------------------------
 
 
 def test_dropout_rate():
-    """So many are zero, the rest grow by 1 / (1 - p); the gradient goes the same way; p = 0 changes nothing."""
+    """A share p is zero, the rest grow by 1 / (1 - p), the gradient too; p = 0 changes nothing."""
     torch.manual_seed(0)
     x = torch.ones(300, 400, requires_grad=True)
     model = make(dtype=torch.float32, dropout=0)         # not even a rate that was a whole number
@@ -513,22 +561,29 @@ def test_dropout_rate():
         model.set_dropout(p)
         for layer in (stlm.Dropout(p), model.dropout):
             y = layer(x)
-            assert abs((y == 0).float().mean() - p) < 0.01 and torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+            assert abs((y == 0).float().mean() - p) < 0.01
+            assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
             assert layer.eval()(x) is x
             layer.train()
-    assert 'dropout.p' not in model.state_dict() and not any('dropout' in name for name in model.state_dict())
+    assert not any('dropout' in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
 def test_dropout_places(changes, monkeypatch):
-    """On the embedding, attention and both branches of the core; on attention no longer once there is a schedule."""
-    model, seen, real = make(dropout=0.5, **changes), [], F.scaled_dot_product_attention
+    """On the embedding, attention and both branches of the core; under a schedule not on attention."""
+    model = make(dropout=0.5, **changes)
     N, x = model.config.n_layer, inputs(model, 8)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *a, dropout_p=0, **k:
-                        seen.append(dropout_p) or real(*a, dropout_p=dropout_p, **k))
-    model.dropout.register_forward_hook(lambda m, args, out: seen.append('drawn' if out is not args[0] else 'same'))
-    around = [0] * model.config.byte_layer if model.config.byte_limit else []       # encoder and decoder have none
+    seen = []
+    kernel = F.scaled_dot_product_attention
+
+    def record(*args, dropout_p=0, **rest):
+        seen.append(dropout_p)
+        return kernel(*args, dropout_p=dropout_p, **rest)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
+    model.dropout.register_forward_hook(
+        lambda m, args, out: seen.append('same' if out is args[0] else 'drawn'))
+    around = [0] * model.config.byte_layer if model.config.byte_limit else []    # encoder, decoder: none
     assert not torch.equal(model(x)[0], model(x)[0])
     assert seen == 2 * (around + ['drawn'] + [0.5, 'drawn', 'drawn'] * N + around)
     seen.clear()
@@ -554,28 +609,38 @@ def test_dropout_places(changes, monkeypatch):
     assert 0.5 not in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('changes', [dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
 def test_a_schedule_compiles_once_and_in_one_graph(changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
-    model, graphs = make(dtype=torch.float32, dropout=0.1, **changes), []
+    model = make(dtype=torch.float32, dropout=0.1, **changes)
     x, place = inputs(model, 16), model.dropout.p.data_ptr()             # where a captured graph would look
     model.set_dropout(0.0)
-    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    graphs = []
+
+    def backend(graph, _):                               # as backend='eager', and the graph is kept
+        graphs.append(graph)
+        return graph
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):
         model.set_dropout(p)
         losses = torch.stack([compiled(x, y)[1] for _ in range(3)])
-        assert torch.allclose(losses, exact, atol=1e-5) if p == 0 else losses.std() > 1e-4
+        if p == 0:
+            assert torch.allclose(losses, exact, atol=1e-5)
+        else:
+            assert losses.std() > 1e-4
         assert model.dropout.p.data_ptr() == place
+    assert len(graphs) == 1
     called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
-    assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'} and 'view' in called
+    assert not called & {'item', 'tolist', '_local_scalar_dense'} and 'view' in called
 
 
-# ------------------------------------------------------------------------------------------------ protocol
+# ---- Protocol ------------------------------------------------------------------------------------
 
 
-MODELS = [SHARES[0], SHARES[-1], dict(decoder='causal'), dict(decoder='parallel', share='ffn')]
+MODELS = [SHARES[0], SHARES[4], dict(decoder='causal'), dict(decoder='parallel', share='ffn')]
 
 
 @pytest.mark.parametrize('changes', MODELS[:2], ids=str)
@@ -597,7 +662,7 @@ def test_causal_and_cache_in_pieces(changes):
 
 @pytest.mark.parametrize('changes', MODELS, ids=str)
 def test_batches_prefixes_features_and_round_trip(changes):
-    """Rows do not see each other, nor a prefix what comes; features are the states that the head or decoder reads."""
+    """Rows do not see each other, nor a prefix what comes; features are what the head or decoder reads."""
     model = make(**changes).eval()
     x = inputs(model, 16, 3)
     full, (states, aux) = model(x)[0], model.features(x)
@@ -640,10 +705,12 @@ def test_reduction_and_ignored_targets(changes):
 @pytest.mark.parametrize('changes', MODELS, ids=str)
 def test_bfloat16_autocast(changes):
     """Trains in bfloat16, but the residual streams stay in float32, in the core and inside chunks."""
-    model, streams = make(dtype=torch.float32, dropout=0.1, **changes), []
+    model = make(dtype=torch.float32, dropout=0.1, **changes)
+    streams = []
     x = inputs(model, 16)
-    y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.roll(-1, 1)
-    y = y.masked_fill(torch.arange(16) == 15, -1)
+    y = x.roll(-1, 1).masked_fill(torch.arange(16) == 15, -1)
+    if model.config.byte_limit:
+        y = without_padding(y, 9)
     exact = model.eval()(x, y)[1]
     norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]      # each reads the stream
     for norm in norms:
@@ -658,12 +725,14 @@ def test_bfloat16_autocast(changes):
 
 
 @pytest.mark.parametrize('wrong', [
-    *({name: 0} for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_hidden')),
-    dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3), dict(n_kv_head=8), dict(share='norm'),
-    dict(decoder='both'), dict(dropout=1.0), dict(dropout=-0.1), dict(lora_rank=2), dict(share='ffn', lora_rank=-1),
-    dict(byte_limit=-1), dict(byte_limit=4), dict(byte_limit=15), dict(byte_limit=3, vocab_size=3), dict(byte_layer=0),
+    dict(vocab_size=0), dict(block_size=0), dict(n_layer=0), dict(n_head=0), dict(n_kv_head=0),
+    dict(n_embd=0), dict(ffn_hidden=0), dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3),
+    dict(n_kv_head=8), dict(share='norm'), dict(decoder='both'), dict(dropout=1.0), dict(dropout=-0.1),
+    dict(lora_rank=2), dict(share='ffn', lora_rank=-1), dict(byte_limit=-1), dict(byte_limit=4),
+    dict(byte_limit=15), dict(byte_limit=3, vocab_size=3), dict(byte_layer=0),
     dict(byte_embd=10, byte_head=2), dict(byte_head=0), dict(byte_embd=0), dict(byte_limit=31)], ids=str)
 def test_config_errors(wrong):
-    STLMConfig(**SMALL), STLMConfig(**{**SMALL, **BYTES})
+    STLMConfig(**SMALL)
+    STLMConfig(**{**SMALL, **BYTES})
     with pytest.raises(ValueError):
         STLMConfig(**{**SMALL, **wrong})

@@ -1,0 +1,141 @@
+"""tools/bench.py: what it counts, by hand; that it takes train.py's steps; and as a user runs it. No times
+are asserted."""
+
+import json
+
+import pytest
+import torch
+
+import moduleformer
+import train
+from conftest import ROOT
+from moep import MoEP, MoEPConfig
+from plumbing.machine import Machine
+from plumbing.settings import read_settings
+from tools import bench
+
+TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--block_size=16', '--vocab_size=64', '--batch_size=2']
+SECONDS = bench.seconds
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """One call is a measurement."""
+    monkeypatch.setattr(bench, 'seconds', lambda work, machine, **_: (work(), 0.5)[1])
+
+
+@pytest.fixture
+def measured(run, tmp_path):
+    """The tool in this process -> what it writes, with what it prints."""
+    def measured(*args):
+        done = run('tools.bench', *args, f'--json={tmp_path}/b.json', '--device=cpu', here=True)
+        return dict(json.loads((tmp_path / 'b.json').read_text()), printed=done.stdout)
+    return measured
+
+
+def test_the_median_counts(monkeypatch):
+    """Of calls that take 1, 9, 2, 8 and 3 seconds, after one that compiles."""
+    clock, lasts = [0.0], iter([50, 1, 9, 2, 8, 3])
+    monkeypatch.setattr(bench.time, 'perf_counter', lambda: clock[0])
+
+    def work():
+        clock[0] += next(lasts)
+    assert SECONDS(work, Machine('cpu'), at_least=0.5) == 3
+
+
+def test_training_rows_by_hand(measured):
+    found = measured('config/gpt2.py', *TINY)
+    row, = found['rows']
+    V, T, D, L = 64, 16, 32, 2
+    # the tied head multiplies, the table of positions adds
+    matrices = V * D + T * D + L * (12 * D * D + 13 * D) + 2 * D
+    assert row['total'] == matrices and row['rows'] == 2 and row['T'] == 16
+    assert row['tokens_per_s'] == 2 * 16 / 0.5 and row['ms'] == 500 and row['gib'] is None
+    assert row['flops_per_token'] == 6 * row['active'] + 6 * L * D * T
+    n = 1024
+    assert found['matrix_rate'] == 2 * n ** 3 / 0.5
+    share = row['flops_per_token'] * row['tokens_per_s'] / found['matrix_rate']
+    assert row['share'] == pytest.approx(share)
+    assert 'gpt2' in found['printed']
+
+
+def test_steps_are_training_steps():
+    """The weights after a measurement are those of as many steps of train.py on the same tokens."""
+    config = str(ROOT / 'config/gpt2.py')
+    s, _, keys = read_settings([config, *TINY, '--gradient_accumulation_steps=2', '--dropout=0.0'])
+    machine, models = Machine('cpu'), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MoEP(MoEPConfig(**keys)))
+    measured, mine = models
+    torch.manual_seed(1)
+    bench.training(measured, s, 16, machine)             # the fixture makes it two steps
+    torch.manual_seed(1)
+    data = bench.RandomTokens(64, 4, 16, 'cpu')
+    optimizer = train.make_optimizer(mine, s, machine)
+    for starts in (data.take(4), data.take(4)):
+        for some in (starts[:2], starts[2:]):
+            chunk = torch.stack([data.tokens[i:i + 17].long() for i in some])
+            (mine.train()(chunk[:, :-1], chunk[:, 1:])[1] / 2).backward()
+        torch.nn.utils.clip_grad_norm_(mine.parameters(), s.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(measured.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('total', [0.7e6, 28e6, 104e6])
+def test_dense_of_equal_size(total):
+    size = round((total / 90) ** 0.5) // 8 * 8
+    with torch.device('meta'):
+        model = moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(
+            vocab_size=2048, n_layer=4, n_embd=size, d_att=size, d_ffd=size, n_ffd=8, n_att=4))
+        dense = MoEP(bench.dense_like(model, 128))
+    assert abs(dense.count_params()[0] / model.count_params()[0] - 1) < 0.05
+    assert dense.config.n_parallel == 0
+
+
+def test_sweeps_and_batch_sizes(measured):
+    args = ['--vocab_size=64', '--block_size=16', '--batch_size', '1', '2']
+    rows = measured('config/moep.py', *args, '--sweep=sparse=True,False', '--dense')['rows']
+    dense = 'GPT-2 of that size'
+    names = ['moep sparse=True', dense] * 2 + ['moep sparse=False', dense] * 2
+    assert [row['name'].strip() for row in rows] == names
+    assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
+
+
+@pytest.mark.parametrize('name', ['papaformer', 'moduleformer', 'selfmoe', 'stlm'])
+def test_every_model(measured, name):
+    args = ['--vocab_size=64', '--block_size=16', '--batch_size=1']
+    row, = measured(f'config/{name}.py', *args)['rows']
+    assert row['flops_per_token'] > 6 * row['active']
+
+
+def test_generation_and_prefill(measured):
+    found = measured('config/moduleformer.py', '--generate=6', '--vocab_size=64')
+    row, = found['rows']
+    assert row['T'] == 7 and row['no_cache'] == row['tokens_per_s'] == 12 and 'no cache' in found['printed']
+    args = ['--prefill', '--seq_len=20', '--batch_size=3', '--dense', '--vocab_size=64']
+    rows = measured('config/moduleformer.py', *args)['rows']
+    assert [row['tokens_per_s'] for row in rows] == [120, 120]
+
+
+@pytest.mark.parametrize('args, message', [
+    (['config/moep.py', '--n_blok=3'], 'n_block'),
+    (['config/stlm_bytes.py'], 'chunks of bytes'),
+    (['config/moduleformer_lifelong.py'], 'starts from another run'),
+    (['config/moep.py', '--json=/none/b.json'], 'be written'),
+    (['config/moep.py', '--sweep=n_block'], 'n_block=2,4,8'),
+    (['config/moep.py', '--batch_size=0'], 'at least 1'),
+    (['config/nothing.py'], 'nothing.py'),
+    (['config/moep.py', '--sweep=n_block=1', '--vocab_size=64'], 'top_k')])
+def test_mistakes(run, args, message):
+    text = run('tools.bench', *args, '--device=cpu', code=2).stderr
+    assert message in text and text.count('\n') == 1
+
+
+@pytest.mark.slow
+def test_as_a_user(run):
+    lines = run('tools.bench', 'config/gpt2.py', *TINY).stdout.splitlines()
+    assert len(lines) == 3 and 'TFLOP/s in a large matrix product' in lines[0]
+    assert lines[2].startswith('gpt2 ') and lines[2].endswith('%')

@@ -1,0 +1,77 @@
+"""tools/eval_length.py: the loss at each position by hand, and as a user runs it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ROOT
+from plumbing.data import as_tensor, load_bin, tokens_at
+from plumbing.machine import Machine
+from plumbing.settings import make_config, read_settings
+from plumbing.tokenizer import load_tokenizer
+from tools import eval_length
+
+
+def test_loss_by_position_one_window_at_a_time(data_dir):
+    torch.manual_seed(0)
+    _, module, keys = read_settings([str(ROOT / 'config/moduleformer.py')])
+    vocab_size = load_tokenizer(data_dir / 'toy_stories').n_vocab
+    model = module.Model(make_config(module, dict(keys, vocab_size=vocab_size))).eval()
+    with torch.no_grad():                                # far from uniform, so that an error would show
+        for p in model.parameters():
+            p.mul_(3 if p.dim() > 1 else 1)
+    tokens = as_tensor(load_bin(data_dir / 'toy_stories', 'val')[:700], 'cpu')
+    found = eval_length.loss_by_position(model, tokens, 200, 90, 4, Machine('cpu'))
+    windows = [tokens_at(tokens, torch.arange(start, start + 201)) for start in range(0, 500, 90)]
+    assert len(windows) == 6 and found.std() > 0.1
+    for t in (0, 1, 127, 128, 199):                      # one token, given all before it
+        with torch.no_grad():
+            logits = torch.cat([model(window[None, :t + 1])[0][:, -1] for window in windows])
+        nats = -logits.log_softmax(-1)[range(6), [window[t + 1] for window in windows]].mean()
+        assert math.isclose(found[t].item(), nats.item(), rel_tol=1e-5)
+
+
+@pytest.mark.slow
+def test_as_a_user(run, smoke, tmp_path):
+    runs = smoke('config/moduleformer.py'), smoke('config/llama.py')
+    done = run('tools.eval_length', *runs, '--length=160', '--stride=3000', f'--json={tmp_path}/l.json')
+    lines = done.stdout.splitlines()
+    bins = [(0, 64), (64, 128), (128, 160)]
+    assert [line.split()[:3] for line in lines[2:5]] == [[str(a), 'to', str(b - 1)] for a, b in bins]
+    assert lines[5].startswith('moduleformer: trained at 128')
+    assert lines[6].startswith('llama: trained at 64')
+    rows = json.loads((tmp_path / 'l.json').read_text())['runs']
+    assert [len(row['loss']) for row in rows] == [160, 160]
+    assert [row['trained'] for row in rows] == [128, 64]
+    for row, column in zip(rows, (3, 4)):                # each line the mean of its own positions
+        means = [f"{np.mean(row['loss'][a:b]):.4f}" for a, b in bins]
+        assert [line.split()[column] for line in lines[2:5]] == means
+
+
+@pytest.mark.slow
+def test_dropout_is_off(run, smoke, monkeypatch):
+    seen = []
+
+    def loss_by_position(model, *_):
+        seen.append(model.training)
+        return torch.zeros(64)
+    monkeypatch.setattr(eval_length, 'loss_by_position', loss_by_position)
+    run('tools.eval_length', smoke('config/gpt2.py'), '--length=64', here=True)
+    assert seen == [False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config, args, message', [
+    ('moep', ['--length=128'], 'table of 64 positions'),
+    ('moduleformer', ['--length=0'], 'at least 1'),
+    ('moduleformer', ['--length=50000'], 'too few'),
+    ('moduleformer', ['--data=nothing'], 'nothing'),
+    ('stlm_bytes', [], 'chunks of bytes'),
+    ('moduleformer', ['--data={data_dir}/toy_bytes'], 'chunks of bytes')])
+def test_mistakes(run, smoke, data_dir, config, args, message):
+    args = [arg.format(data_dir=data_dir) for arg in args]
+    text = run('tools.eval_length', smoke(f'config/{config}.py'), *args, code=2).stderr
+    assert message in text and text.count('\n') == 1

@@ -1,0 +1,61 @@
+"""tools/path_usage.py as a user runs it; the analysis itself is tested in test_papaformer.py."""
+
+import json
+
+import pytest
+import torch
+
+from plumbing.tokenizer import load_tokenizer
+from tools import path_usage
+
+
+@pytest.mark.slow
+def test_table(run, smoke, data_dir, tmp_path):
+    folder = smoke('config/papaformer_composed.py')
+    sets = [data_dir / 'toy_stories', data_dir / 'toy_math']
+    done = run('tools.path_usage', folder, '--data', *sets, '--num=50', f'--json={tmp_path}/u.json')
+    result = json.loads((tmp_path / 'u.json').read_text())
+    rows = [result[str(data)] for data in sets]
+    for path, row in enumerate(rows):
+        assert row['prompts'] == 50 and abs(sum(row['share']) - 1) < 1e-6 and len(row['layers']) == 2
+        assert row['right'] == row['share'][path]
+    assert abs(result['accuracy'] - (rows[0]['right'] + rows[1]['right']) / 2) < 1e-6
+    assert f"all: {100 * result['accuracy']:.1f}% right" in done.stdout
+    lines = run('tools.path_usage', folder, here=True).stdout.splitlines()
+    assert len(lines) == 20 + 4
+    assert lines[0].startswith("'Once upon a time, there was a little'") and ' -> ' in lines[0]
+
+
+def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
+    """Every prompt begins with end-of-text, as documents do in training; shares are told layer by layer."""
+    folder = tmp_path / 'run'
+    run('train.py', 'config/papaformer.py', f'--data_dir={data_dir}', f'--out_dir={folder}', '--max_iters=1',
+        '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', here=True)
+    seen = []
+
+    def usage(model, idx):
+        seen.append(idx)
+        return torch.tensor([[0, 1]] * len(idx))
+    monkeypatch.setattr(path_usage, 'path_usage', usage)
+    stories = data_dir / 'toy_stories'
+    eot = load_tokenizer(stories).eot
+    args = ['--data', stories, '--num=5', '--length=7', f'--json={tmp_path}/u.json']
+    run('tools.path_usage', folder, *args, here=True)
+    assert seen[0].shape == (5, 8) and (seen[0][:, 0] == eot).all() and (seen[0][:, 1:] != eot).all()
+    row = json.loads((tmp_path / 'u.json').read_text())[str(stories)]
+    assert row['layers'] == [[1.0, 0.0], [0.0, 1.0]]
+    run('tools.path_usage', folder, here=True)
+    assert len(seen) == 21 and all(idx[0, 0] == eot for idx in seen[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config, args, message', [
+    ('moep', [], 'only a PaPaformer'),
+    ('llama', [], 'parallel layers'),
+    ('papaformer', ['--data', *['{data_dir}/toy_stories'] * 3], '3 data sets for 2 paths'),
+    ('papaformer', ['--length=64'], 'less than 64'),
+    ('papaformer', ['--data', '{data_dir}/nothing'], 'nothing')])
+def test_mistakes(run, smoke, data_dir, config, args, message):
+    args = [arg.format(data_dir=data_dir) for arg in args]
+    text = run('tools.path_usage', smoke(f'config/{config}.py'), *args, code=2).stderr
+    assert message in text and text.count('\n') == 1
