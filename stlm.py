@@ -8,15 +8,17 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
 - Shared weights (section 5.1). All layers use one FFN (`share='ffn'`, as in MobiLlama) or one
   whole block (`share='all'`, as in ALBERT). `lora_rank` gives each layer its own low-rank adapters.
+  This saves parameters, not computation; a shared weight's gradient is the sum over its layers.
 
 What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.layers`.
-Measured on one H200: two epochs of 39 MB of Simple English Wikipedia give 1.517 bits per byte,
-1.586 with half the parameters (`share='all'`), 1.978 from bytes (3 seeds each, docs/results.md).
+Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
+per byte, 1.586 with half the parameters (`share='all'`), 1.978 from bytes (docs/results.md).
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. End-of-text is a chunk by
-itself. Padding is never a target. Impossible symbols get probability 0, so the probabilities of all
-chunks sum to 1: a joint probability of bytes and chunk boundaries, since end-of-chunk is scored.
+itself; a token of more than byte_limit bytes becomes several. Padding is never a target (plumbing/
+data.py makes it -1). Impossible symbols get probability 0, so the probabilities of all chunks sum to
+1: a joint probability of bytes and chunk boundaries, since end-of-chunk is scored.
 
 Departures from the paper, and gaps it leaves:
 - It decodes all bytes of a chunk at once (`decoder='parallel'`): given the core's state they are
@@ -25,10 +27,10 @@ Departures from the paper, and gaps it leaves:
 - It gives the byte parts no width but "64 for example". Ours is 128, and they still have 96% fewer
   parameters than the table they replace. Encoder and decoder have learned positions and no dropout,
   and share the table of symbols with the head. The mean over a chunk includes its end-of-chunk.
-- The core begins with a learned vector, from which the first chunk of a text is predicted.
+- The core begins with a learned vector, from which the first chunk of a window is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
-- Under a dropout schedule (section 5.5) attention has no dropout; the release schedules it too.
-  Its `linear` schedule rises and its `triangle` has four cycles; ours falls, and has one.
+- Under a dropout schedule (section 5.5) attention has no dropout. In the release it has, `linear`
+  rises instead of falling, and `triangle` has four cycles instead of one.
 
 Dimension letters: B batch, T sequence (tokens or symbols), C whole chunks, L slots of a chunk,
 D width, d width of the byte parts or of one head, H heads, V vocabulary.
@@ -85,16 +87,14 @@ class STLMConfig:
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
-
 class ByteEnds:
-    """Turns symbols into the core's input, and the core's states into logits. TokenEnds, below,
-    does so for tokens. The weights belong to the model: their names in checkpoints stay short."""
-
+    """Turns symbols into the core's input, and the core's states into logits. TokenEnds, below, does
+    so for tokens. The weights are the model's own, so that their names in checkpoints stay short."""
     def __init__(self, model):
         c = model.config
         self.causal = c.decoder == 'causal'
         self.slots = c.byte_limit + 1                    # L
-        self.n_start = 1                                 # the core reads a vector before all chunks
+        self.n_start = 1                                 # the core reads a start vector before chunks
         self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
         model.wte = nn.Embedding(c.vocab_size, c.byte_embd)    # of symbols; also the head
         model.encoder, model.decoder = ChunkTransformer(c), ChunkTransformer(c)
@@ -111,7 +111,7 @@ class ByteEnds:
         """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean, padding
         left out, is the chunk's vector; only later chunks are predicted from it."""
         first = torch.arange(self.slots, device=chunks.device) == 0
-        visible = (chunks != self.padding) | first       # one at least: no mean of nothing
+        visible = (chunks != self.padding) | first       # `first`: a chunk of padding has a mean, too
         mask = visible.flatten(0, 1)[:, None, None]      # (B * C, 1, 1, L)
         h = model.encoder(model.wte(chunks), mask)       # (B, C, L, d)
         mean = (h * visible[..., None]).sum(2) / visible.sum(2, keepdim=True)
@@ -158,10 +158,8 @@ class ByteEnds:
 
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
 
-
 class Transformer(nn.Module):
     """The layers of the core, of the encoder and of the decoder. Shared parts are lists of one."""
-
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -192,7 +190,6 @@ class Transformer(nn.Module):
 
 class Adapter(nn.Module):
     """A low-rank map, zero at first, that a layer adds to a shared linear map."""
-
     def __init__(self, linear, rank):
         super().__init__()
         self.down = nn.Linear(linear.in_features, rank, bias=False)
@@ -209,7 +206,6 @@ def adapted(linear, x, adapters, name):
 
 
 # ---- LLaMA's own parts ---------------------------------------------------------------------------
-
 
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
@@ -244,7 +240,6 @@ def attend(q, k, v, cache, layer, dropout):
 
 class Attention(nn.Module):
     """Grouped-query attention: n_head / n_kv_head query heads read each key and value head."""
-
     def __init__(self, d, n_head, n_kv_head):
         super().__init__()
         self.n_head = n_head
@@ -261,8 +256,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The FFN. Its norm is not part of it: layers that share the FFN have norms of their own."""
-
+    """The FFN, without its norm: under share='ffn' each layer has a norm of its own."""
     def __init__(self, d, hidden):
         super().__init__()
         self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
@@ -275,7 +269,6 @@ class SwiGLU(nn.Module):
 
 class ChunkTransformer(Transformer):
     """The byte encoder or decoder: a small Transformer in each chunk, with learned positions."""
-
     def __init__(self, config):
         d, heads = config.byte_embd, config.byte_head
         super().__init__(replace(config, n_embd=d, n_head=heads, n_kv_head=heads, ffn_hidden=3 * d,
@@ -289,10 +282,9 @@ class ChunkTransformer(Transformer):
 
 
 class Dropout(nn.Module):
-    """Dropout at a constant rate or, under a schedule (section 5.5), at p. This is a tensor, which
-    compiled models and captured CUDA graphs read anew at every step. It is a buffer, to move with
-    the model, and not saved: whatever a loader leaves in it, nobody reads p before set_dropout."""
-
+    """Dropout at a constant rate or, under a schedule, at p. p is a tensor, so compiled models and
+    captured CUDA graphs read it anew at every step. As a buffer it moves with the model; it is not
+    saved, since set_dropout fills it before it is read."""
     def __init__(self, rate):
         super().__init__()
         self.constant = rate                             # None under a schedule
@@ -308,10 +300,8 @@ class Dropout(nn.Module):
 
 # ---- The model -----------------------------------------------------------------------------------
 
-
 class TokenEnds:
     """Turns tokens into the core's input, and the core's states into logits."""
-
     def __init__(self, model):
         self.slots = 1
         self.n_start = 0
@@ -339,7 +329,7 @@ class STLM(Transformer):
     def init_weights(self):
         """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start
         at zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md.
-        What pool and spread hand on has the size of the embeddings at that end."""
+        pool and spread return vectors as large as the embeddings where they go."""
         c = self.config
         size_out = {'pool.weight': 0.02, 'spread.weight': 1 / math.sqrt(c.byte_embd)}
         for name, p in self.named_parameters():
@@ -355,7 +345,10 @@ class STLM(Transformer):
                 std /= math.sqrt(2 * (c.byte_layer if narrow else c.n_layer))
             nn.init.normal_(p, std=std)
 
-    def set_dropout(self, p):                            # train.py, at every step of a schedule
+    def set_dropout(self, p):
+        """train.py calls this at every step of a schedule (section 5.5). `early`: dropout, then none,
+        against underfitting; `late`: none, then dropout, against overfitting; `linear` falls to 0;
+        `triangle` rises and falls."""
         self.dropout.constant = None
         self.dropout.p.fill_(p)
 
@@ -390,29 +383,28 @@ class STLM(Transformer):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. A full context starts anew with its last half.
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half.
         Byte-level: max_new_tokens counts symbols, padding too; a prompt may end inside a chunk."""
-        slots = self.ends.slots
-        limit = self.config.block_size // slots          # tokens, or the start and chunks
+        slots = self.ends.slots                          # of a chunk; a token is a chunk of one
+        limit = self.config.block_size // slots          # vectors that the core may read
         cache = []
-        done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # read, or too long ago
+        done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or dropped
         for _ in range(max_new_tokens):
-            whole = idx.size(1) // slots                 # tokens or whole chunks
+            whole = idx.size(1) // slots                 # chunks that are complete
             if whole > done or not cache:
                 if cache and cache[0][0].size(2) == limit:
                     cache = []
                     done = whole - max(1, limit // 2)
-                new = idx[:, done * slots:whole * slots]
-                state = self.core(self.ends.embed(self, new, cache), cache)[:, -1:]
+                unread = idx[:, done * slots:whole * slots]
+                state = self.core(self.ends.embed(self, unread, cache), cache)[:, -1:]
                 done = whole
             chunk = idx[:, whole * slots:]               # the unfinished one; empty for tokens
             logits = self.ends.logits(self, state, chunk)[:, -1].float()
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
+            new = logits.argmax(-1, keepdim=True)
+            if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             idx = torch.cat((idx, self.ends.pad_ended(chunk, new)), 1)
         return idx
@@ -429,8 +421,7 @@ class STLM(Transformer):
         return total, active
 
 
-# ---- Fast path: the same numbers, sooner (docs/speed.md) -----------------------------------------
-
+# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
     """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a

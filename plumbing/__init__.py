@@ -1,1 +1,1 @@
-"""What the scripts share. You need not read it to understand a model. It imports no script and no model."""
+"""What the scripts share. Models can be read without it. It imports no script and no model."""

@@ -31,12 +31,14 @@ def read_checkpoint(path):
         raise UserError(f'there is no checkpoint {file}{checkpoint_hint(file.parent)}')
     try:
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
-        if not {'model', 'config', 'settings', 'iter', 'tokenizer', 'weights', 'words'} <= ckpt.keys():
+        needed = {'model', 'config', 'settings', 'iter', 'tokenizer', 'weights', 'words'}
+        if not needed <= ckpt.keys():
             raise KeyError
         return {**ckpt, 'folder': str(file.parent)}
     except Exception:
-        raise UserError(f'{file} is not a whole checkpoint of this project (truncated, or another format); '
-                        'another of its folder may be, or train it again with --overwrite') from None
+        hint = 'another of its folder may be, or train it again with --overwrite'
+        raise UserError(f'{file} is not a whole checkpoint of this project '
+                        f'(truncated, or another format); {hint}') from None
 
 
 def checkpoint_hint(folder):
@@ -59,14 +61,16 @@ def build_model(ckpt, **changes):
         model.load_state_dict(ckpt['weights'])
     except RuntimeError:
         had = ckpt['config']
-        changed = [f'{k} = {v!r} (it has {had.get(k)!r})' for k, v in changes.items() if v != had.get(k)]
-        other = ', '.join(changed) or 'its own config'
-        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {other}") from None
+        changed = [k for k, v in changes.items() if v != had.get(k)]
+        listed = [f'{k} = {changes[k]!r} (it has {had.get(k)!r})' for k in changed]
+        other = ', '.join(listed) or 'its own config'
+        raise UserError(f"{ckpt['folder']}: its weights do not fit "
+                        f"{ckpt['model']}.py with {other}") from None
     return model
 
 
 def load_checkpoint(path, device='cpu'):
-    """-> (model in eval mode, the checkpoint's dictionary). What sample.py and the other tools use."""
+    """-> (model in eval mode, the checkpoint's dictionary). For sample.py and the other tools."""
     ckpt = read_checkpoint(path)
     return build_model(ckpt).to(device).eval(), ckpt
 
@@ -90,7 +94,7 @@ def data_folder(ckpt):
 
 
 def start_model(s, module, model_keys, corpus):
-    """-> a fresh model, one from another run's weights, or what a surgery makes of them; and its report."""
+    """-> a fresh model, another run's, or what a surgery makes of other runs'; and its report."""
     if not s.init_from:
         if s.surgery:
             raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
@@ -132,10 +136,12 @@ def find_surgery(surgery, module):
             return getattr(module, name)
         raise AttributeError
     except (ImportError, AttributeError):
-        near = difflib.get_close_matches(name, vars(module), 1) if file in ('', module.__name__) else []
+        names = vars(module) if file in ('', module.__name__) else ()
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean '{near[0]}'?" if near else ''
         home = file or module.__name__
-        raise UserError(f"there is no surgery '{surgery}': {home}.py has no function {name}{hint}") from None
+        raise UserError(f"there is no surgery '{surgery}': "
+                        f'{home}.py has no function {name}{hint}') from None
 
 
 def run_surgery(operate, ckpts, s, module, model_keys, corpus):
@@ -167,7 +173,7 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
 
 
 def freeze(model, ckpt):
-    """What a run's surgery has frozen stays frozen when the run goes on, or another starts from it."""
+    """What a run's surgery froze stays frozen when the run goes on, or another starts from it."""
     for name, p in model.named_parameters():
         if name in ckpt.get('frozen', []):
             p.requires_grad_(False)
@@ -177,20 +183,21 @@ def freeze(model, ckpt):
 
 
 def check_resume(ckpt, s, model_keys, corpus, machine):
-    """A resumed run has the same model, tokenizer and data. Other settings may change, and are told."""
+    """A resumed run keeps model, tokenizer and data. Other settings may change, and are told."""
     if ckpt['model'] != s.model:
         raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, "
                         f'but this config trains {s.model}.py')
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
     if 'optimizer' not in ckpt:
-        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; start a new run from it with --init_from')
+        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
+                        'start a new run from it with --init_from')
     for key, value in model_keys.items():
         has = ckpt['config'].get(key)
         if has != value and not s.surgery:               # a surgery may have changed it
             raise UserError(f'{s.out_dir} was trained with {key} = {has!r}, not {value!r}: '
                             'resume with the same model, or set another --out_dir')
-    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed'}  # the order of the data
+    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed'}  # data order
     if s.stream:
         fixed |= {'batch_size', 'gradient_accumulation_steps'}
     for key, value in asdict(s).items():
@@ -257,7 +264,7 @@ class RunFolder:
             self.log_file.flush()
 
     def save(self, it, model, data, corpus, optimizer=None, memory=(), name='ckpt.pt'):
-        """With the optimiser: everything that going on needs, random states included. Without: weights."""
+        """With the optimiser: all that going on needs, random states included. Without: weights."""
         ranks = []
         if optimizer:
             memory = [[(k.cpu().clone(), v.cpu().clone()) for k, v in m] for m in memory]
@@ -265,8 +272,8 @@ class RunFolder:
         if self.machine.rank > 0:
             return
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s), iter=it,
-                     tokenizer=corpus.hash, weights=model.state_dict(), words=data.words,
+        state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
+                     iter=it, tokenizer=corpus.hash, weights=model.state_dict(), words=data.words,
                      adapted=getattr(model, 'adapted', []), frozen=frozen)
         if optimizer:
             state.update(optimizer=optimizer.state_dict(), data=data.state(), ranks=ranks,
@@ -276,7 +283,7 @@ class RunFolder:
     def restore(self, ckpt, optimizer, data, memory):
         """Put back what the checkpoint holds besides the weights -> the step to go on from."""
         machine = self.machine
-        now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+        now = [{k: v for k, v in g.items() if k != 'params'} for g in optimizer.param_groups]
         optimizer.load_state_dict(ckpt['optimizer'])
         for group, settings in zip(optimizer.param_groups, now):
             group.update(settings)      # the moments are the checkpoint's, the settings today's

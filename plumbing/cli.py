@@ -22,7 +22,9 @@ class Parser(argparse.ArgumentParser):
     """A script's command line. The script's docstring is the help."""
 
     def __init__(self, doc):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        spec = sys.modules['__main__'].__spec__          # there is one for python -m tools.NAME
+        prog = f'python -m {spec.name}' if spec else None
+        super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
         raise UserError(f'{message}; see --help')

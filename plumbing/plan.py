@@ -1,4 +1,4 @@
-"""What train.py prints before and after a run, and the checks that come before anything is written."""
+"""What train.py prints before and after a run, and the checks before anything is written."""
 
 import torch
 
@@ -13,15 +13,16 @@ def sketch(module, model_keys):
 
 
 def only_counted(module, model_keys, s, machine, reason=None):
-    """--max_iters=0 without data (for this reason), or for a model too large to build: print its size
-    and return True."""
+    """--max_iters=0 without data (for this reason), or for a model too large to build: print its
+    size and return True."""
     if s.max_iters != 0 or s.init_from:
         return False
     model = sketch(module, model_keys)
     if not reason and model.count_params()[0] <= 1e9:
         return False
     show_size(model, s, machine)
-    machine.say(f'data      {reason}' if reason else 'plan      a model of this size is counted, not built')
+    too_large = 'plan      a model of this size is counted, not built'
+    machine.say(f'data      {reason}' if reason else too_large)
     return True
 
 
@@ -29,7 +30,7 @@ def check_vocabulary(model_keys, corpus):
     """The model's vocabulary is the tokenizer's, unless the config names a larger one."""
     vocab = corpus.tokenizer.n_vocab
     size = model_keys.setdefault('vocab_size', vocab)
-    if size < vocab or corpus.slots > 1 and size != vocab:  # the byte-level symbols are counted from the end
+    if size < vocab or corpus.slots > 1 and size != vocab:  # byte symbols are counted from the end
         hint = ''
         if model_keys.get('byte_limit') and corpus.slots == 1:
             hint = '; a byte-level model reads what prepare.py --chunks writes'
@@ -54,7 +55,8 @@ def show_plan(model, s, corpus, data, machine, steps):
                     f'{short(len(corpus.val[name]))} for validation')
     for name in corpus.scored:
         if name not in corpus.ranges:
-            machine.say(f'data      {name}: {short(len(corpus.val[name]))} tokens, for validation only')
+            length = short(len(corpus.val[name]))
+            machine.say(f'data      {name}: {length} tokens, for validation only')
     chunks, tokens = 'chunks', 'tokens'
     if data.slots > 1:                                   # of chunks of bytes
         chunks, tokens = 'windows', 'slots'
@@ -63,8 +65,9 @@ def show_plan(model, s, corpus, data, machine, steps):
     machine.say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} '
                 f'x {s.gradient_accumulation_steps} accumulated '
                 f'x {machine.world} {processes} = {per_step:,} {tokens}')
+    epochs = steps * data.rows / len(data.starts)
     machine.say(f'plan      {steps:,} steps, {short(steps * per_step)} {tokens}, '
-                f'{steps * data.rows / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
+                f'{epochs:.2f} epochs of {len(data.starts):,} {chunks}')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
 
 
@@ -89,17 +92,19 @@ def check_model(model, s, data, machine):
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
-        raise UserError('dropout_schedule needs a model that has set_dropout, and a dropout of more than 0')
+        raise UserError('dropout_schedule needs a model that has set_dropout, '
+                        'and a dropout of more than 0')
     for name, value in aux.items():
         if not (isinstance(value, torch.Tensor) and value.dim() == 0):
-            raise UserError(f"{s.model}.py: the auxiliary value '{name}' should be a tensor of one number")
+            raise UserError(f"{s.model}.py: the auxiliary value '{name}' "
+                            'should be a tensor of one number')
     for name in s.aux_weights:
         if name not in aux:
             returned = ', '.join(aux) or 'no auxiliary loss'
             raise UserError(f"aux_weights names '{name}', but {s.model} returns {returned}")
         if not aux[name].requires_grad:
-            machine.say(f"note      aux_weights names '{name}', which no weight that trains can change: "
-                        'it is only logged')
+            machine.say(f"note      aux_weights names '{name}', which no weight that trains "
+                        'can change: it is only logged')
 
 
 def show_sample(model, s, corpus, machine):

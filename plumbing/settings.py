@@ -33,12 +33,12 @@ class Settings:
     data: str | dict = 'toy_stories'       # a folder of data_dir, or {folder: (from, to[, passes per epoch])}
     data_dir: str = 'data'                 # where prepare.py put them
     seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
-    stride: int | None = None              # tokens between the starts of chunks; seq_len if not given
-    stream: bool = False                   # no shuffling: each row of the batch reads on where it stopped
+    stride: int | None = None              # tokens between chunk starts; seq_len if not given
+    stream: bool = False                   # no shuffling: each batch row reads on where it stopped
     memory: int = 0                        # with stream: so many past keys and values extend the context
-    epoch_words: float | None = None       # an epoch ends after so many words; if not given, after all chunks
+    epoch_words: float | None = None       # words per epoch; if not given, it ends after all chunks
     # how long
-    epochs: float = 1.0                    # passes over the chunks, each in a new order and newly cut
+    epochs: float = 1.0                    # passes over the chunks, each reordered and newly cut
     max_iters: int | None = None           # steps, instead of epochs; 0: print the plan and stop
     batch_size: int = 16                   # chunks per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
@@ -58,19 +58,19 @@ class Settings:
     aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
     # what is written
     log_interval: int = 10                 # steps between lines of the log
-    eval_interval: int = 500               # steps between evaluations (also at the start and at the end)
-    eval_data: str | list | None = None    # folders whose val.bin is scored; those of data if not given
-    eval_tokens: int | None = None         # score at most so many val tokens per data set; all if not given
+    eval_interval: int = 500               # steps between evaluations (also at the start and end)
+    eval_data: str | list | None = None    # folders whose val.bin is scored; data's if not given
+    eval_tokens: int | None = None         # most val tokens to score per data set; all if not given
     save_interval: int = 500               # steps between checkpoints
-    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these numbers of words
+    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these word counts
     sample_tokens: int = 120               # length of the text sample at the end
     # how it starts
-    resume: bool = False                   # go on from out_dir's checkpoint (or start, if there is none yet)
+    resume: bool = False                   # go on from out_dir's checkpoint (start, if there is none)
     overwrite: bool = False                # start anew although out_dir holds a run
     init_from: str | list | None = None    # start from this run's weights; a list for a surgery of several
     surgery: str | None = None             # a function of the model's file, or of lora.py, that rebuilds it
     surgery_args: dict = field(default_factory=dict)
-    surgery_batches: int = 8               # batches of val.bin for a surgery that asks for `batches`
+    surgery_batches: int = 8               # val.bin batches for a surgery that asks for `batches`
     # the machine
     device: str = 'auto'                   # cuda, mps or cpu, whichever is there
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
@@ -100,15 +100,16 @@ def print_help(usage, *owners):
     """The fields as they stand in the source, comments included."""
     print(usage.strip())
     for owner in owners:
-        print(f'\n{owner.__name__}, in {Path(inspect.getsourcefile(owner)).relative_to(ROOT).as_posix()}:')
+        path = Path(inspect.getsourcefile(owner)).relative_to(ROOT)
+        print(f'\n{owner.__name__}, in {path.as_posix()}:')
         for line in inspect.getsource(owner).splitlines():
             if re.match(r'    (\w+: |#)', line):
                 print(line)
 
 
 def check_ranges(s):
-    positive = ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval', 'save_interval',
-                'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens')
+    positive = ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval',
+                'save_interval', 'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens')
     for key, value in asdict(s).items():
         if isinstance(value, (int, float)) and (value < 0 or value == 0 and key in positive):
             least = 'more than' if key in positive else 'at least'
@@ -132,8 +133,9 @@ def check_ranges(s):
 
 
 def import_model(name):
-    """The module of a model file: one beside train.py that ends with the line `Config, Model = ...`."""
-    names = [p.stem for p in ROOT.glob('*.py') if '\nConfig, Model =' in p.read_text(encoding='utf-8')]
+    """The module of a model file: one beside train.py that ends with `Config, Model = ...`."""
+    mark = '\nConfig, Model ='
+    names = [p.stem for p in ROOT.glob('*.py') if mark in p.read_text(encoding='utf-8')]
     if name in names:
         return importlib.import_module(name)
     if (ROOT / f'{name}.py').exists():
@@ -151,8 +153,8 @@ def make_config(module, keys):
 # ---- Config files and --key=value ---------------------------------------------------------------
 
 
-PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp, ast.BinOp,
-         ast.unaryop, ast.operator, ast.expr_context)
+PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp,
+         ast.BinOp, ast.unaryop, ast.operator, ast.expr_context)
 
 
 def evaluate(text):
@@ -160,7 +162,7 @@ def evaluate(text):
     tree = ast.parse(text.strip(), mode='eval')
     for node in ast.walk(tree):
         call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        name = isinstance(node, ast.Name) and node.id == 'dict'  # of a call too: it is a node of its own
+        name = isinstance(node, ast.Name) and node.id == 'dict'  # of a call too: a node of its own
         if not (call or name or isinstance(node, PLAIN)):
             raise ValueError(f'{ast.unparse(node)} is no literal')
     return eval(compile(tree, '', 'eval'), {'__builtins__': {}, 'dict': dict})
@@ -178,16 +180,17 @@ def read_config(path):
         raise UserError(f'{path}:{e.lineno or 1}: {e.msg}') from None
     values = {}
     for node in tree.body:
+        where = f'{path}:{node.lineno}'
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue                                     # the docstring
         targets = node.targets if isinstance(node, ast.Assign) else []
         if len(targets) != 1 or not isinstance(targets[0], ast.Name):
-            raise UserError(f'{path}:{node.lineno}: a config holds plain assignments only (name = value)')
+            raise UserError(f'{where}: a config holds plain assignments only (name = value)')
         name = targets[0].id
         try:
             values[name] = evaluate(ast.unparse(node.value))
         except Exception as e:
-            raise UserError(f'{path}:{node.lineno}: the value of {name} cannot be read: {e}') from None
+            raise UserError(f'{where}: the value of {name} cannot be read: {e}') from None
     return values
 
 
@@ -251,7 +254,7 @@ def check_type(key, value, kind):
 
 
 def sort_keys(values, *owners):
-    """For each dataclass the values that are its fields, checked. A key that is nobody's is an error."""
+    """For each dataclass the values of its fields, checked. A key that is nobody's is an error."""
     kinds = [{f.name: f.type for f in fields(owner)} for owner in owners]
     given = [{} for _ in owners]
     for key, value in values.items():

@@ -1,8 +1,8 @@
 """
 Tokenizers: the kinds there are, the files they travel in, and a BPE trainer.
 
-The tokenizer of a data set lies in its folder: meta.json names kind, hash and size, another file holds
-the vocabulary. A run's folder has a copy of both.
+The tokenizer of a data set lies in its folder: meta.json names kind, hash and size, another file
+holds the vocabulary. A run's folder has a copy of both.
 """
 
 import base64
@@ -33,7 +33,7 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
 class Tokenizer:
-    """encode(text) -> ids; token_bytes[id] -> the bytes of a token; `end` follows every document."""
+    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document."""
 
     def __init__(self, kind, encode, token_bytes, eot, file=None, blob=b'', order=(), end=None, **extra):
         self.kind = kind
@@ -46,7 +46,8 @@ class Tokenizer:
         self.extra = extra                       # what meta.json must say besides, to make it again
         self.n_vocab = len(token_bytes)
         if self.n_vocab > 65536:
-            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16 bins; 65,536 is the most')
+            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16 bins; '
+                            '65,536 is the most')
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -68,9 +69,10 @@ def ranks_blob(vocab):
 
 
 def rank_tokenizer(blob):
-    """bpe and gpt2: tiktoken's ranks (base64 token, space, rank), GPT-2's pattern, end-of-text last."""
+    """bpe and gpt2: tiktoken's ranks ("base64 rank" lines), GPT-2's pattern, end-of-text last."""
     try:
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, blob.splitlines())}
+        lines = map(bytes.split, blob.splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         vocab = sorted(ranks, key=ranks.get)
         in_order = sorted(ranks.values()) == list(range(len(vocab)))
         whole = in_order and all(bytes([b]) in ranks for b in range(256))
@@ -80,14 +82,16 @@ def rank_tokenizer(blob):
         raise UserError('broken ranks file: "base64 rank" lines are needed, '
                         'for all ranks from 0 and with all 256 bytes')
     eot = len(vocab)
-    bpe = tiktoken.Encoding('bpe', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens={EOT: eot})
-    made = Tokenizer('bpe', bpe.encode_ordinary, vocab + [b''], eot, 'tokenizer.tiktoken', ranks_blob(vocab))
+    bpe = tiktoken.Encoding('bpe', pat_str=PATTERN.pattern, mergeable_ranks=ranks,
+                            special_tokens={EOT: eot})
+    made = Tokenizer('bpe', bpe.encode_ordinary, vocab + [b''], eot,
+                     'tokenizer.tiktoken', ranks_blob(vocab))
     made.kind = 'gpt2' if made.hash == GPT2_HASH else 'bpe'  # whether it came by name or by path
     return made
 
 
 def neox_tokenizer(blob):
-    """GPT-NeoX's tokenizer.json: NFC, runs of spaces as tokens of their own, then a byte-level BPE."""
+    """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
     try:
         spec = json.loads(blob)
         model, pre = spec['model'], spec['pre_tokenizer']
@@ -102,8 +106,9 @@ def neox_tokenizer(blob):
         raw = lambda token: bytes(byte[letter] for letter in token)
         ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
         merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
-        # tiktoken's ranks are the order of merging. Ids need not follow it, so they are looked up later.
-        order = list(dict.fromkeys([t for t in ids if len(t) == 1] + [raw(a + b) for a, b in merges]))
+        # tiktoken's ranks are the order of merging; ids need not follow it and are looked up later.
+        single = [token for token in ids if len(token) == 1]
+        order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
         ranks = {token: i for i, token in enumerate(order)}
         to_id = [ids[token] for token in order]
     except (ValueError, KeyError, TypeError) as error:
@@ -116,15 +121,19 @@ def neox_tokenizer(blob):
     def encode(text):
         out = []
         for piece in runs.split(unicodedata.normalize('NFC', text) if normal else text):
-            out += [added[piece]] if piece in added else [to_id[rank] for rank in bpe.encode_ordinary(piece)]
+            if piece in added:
+                out.append(added[piece])
+            else:
+                out += [to_id[rank] for rank in bpe.encode_ordinary(piece)]
         return out
-    token_of = {i: token for token, i in ids.items()} | {i: content.encode() for content, i in added.items()}
+    token_of = {i: token for token, i in ids.items()}
+    token_of |= {i: content.encode() for content, i in added.items()}
     token_bytes = [token_of.get(i, b'') for i in range(1 + max([*token_of, *special.values()]))]
     return Tokenizer('neox', encode, token_bytes, eot, 'tokenizer.json', blob, order)
 
 
 def byte_letters():
-    """tokenizer.json writes bytes as letters: what prints stands for itself, the rest follow from 256."""
+    """tokenizer.json writes bytes as letters: what prints as itself, the rest from 256 on."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted({*range(256)} - {*prints})
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -160,7 +169,7 @@ def build_tokenizer(kind, blob=b'', base=None, byte_limit=None):
 
 
 def choose_tokenizer(name):
-    """What --tokenizer may say: gpt2, bytes, a ranks file, a tokenizer.json, or another data set's folder."""
+    """What --tokenizer may say: gpt2, bytes, a ranks file, a tokenizer.json or a data set."""
     path = Path(name)
     if name == 'gpt2':
         try:
@@ -174,8 +183,8 @@ def choose_tokenizer(name):
     if path.is_dir():
         return load_tokenizer(path)
     if not path.is_file():
-        raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, a tokenizer.json '
-                        'or a data set, as data/toy_stories')
+        raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
+                        'a tokenizer.json or a data set, as data/toy_stories')
     return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
@@ -207,7 +216,7 @@ def how_to_make(folder):
         return 'copy it from the data set that the run was trained on'
     name = folder.name
     base, _, form = name.partition('_')
-    options = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks')  # as config/paper names them
+    options = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks')  # as in config/paper
     if name in TOYS:
         return 'make the data set with: python prepare.py toy'
     if base in NAMED and not form:
@@ -225,8 +234,10 @@ def load_tokenizer(folder):
     spec = load_meta(folder)['tokenizer']
     path = Path(folder) / (spec['file'] or 'meta.json')
     if not path.is_file():
-        raise UserError(f'{path} is missing; copy it from the data set, or make that again with prepare.py')
-    tokenizer = build_tokenizer(spec['kind'], path.read_bytes(), spec.get('base'), spec.get('byte_limit'))
+        raise UserError(f'{path} is missing; copy it from the data set, '
+                        'or make that again with prepare.py')
+    base, byte_limit = spec.get('base'), spec.get('byte_limit')
+    tokenizer = build_tokenizer(spec['kind'], path.read_bytes(), base, byte_limit)
     if tokenizer.hash != spec['hash']:
         raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
     return tokenizer
@@ -243,9 +254,9 @@ def copy_tokenizer(source, target):
 
 
 def train_bpe(counts, vocab_size):
-    """Byte-level BPE on {pre-token: count} -> the tokens in rank order, at most vocab_size - 1 of them.
-    The most frequent pair is merged first; ties go to the smaller pair of ranks; a pair seen once is
-    not merged. A merge touches only the words that hold the pair, and updates their pairs' counts."""
+    """Byte-level BPE on {pre-token: count} -> the tokens in rank order, at most vocab_size - 1.
+    The most frequent pair is merged first; ties go to the smaller pair of ranks; a pair seen once
+    is not merged. A merge touches only words with the pair, and updates their pairs' counts."""
     vocab = [bytes([b]) for b in range(256)]
     rank = {token: i for i, token in enumerate(vocab)}
     words = [list(word.encode('utf-8')) for word in counts]
@@ -256,7 +267,7 @@ def train_bpe(counts, vocab_size):
         for pair in zip(ids, ids[1:]):
             pairs[pair] += weights[w]
             where[pair].append(w)
-    heap = [(-n, pair) for pair, n in pairs.items()]  # counts that sank meanwhile are corrected when popped
+    heap = [(-n, pair) for pair, n in pairs.items()]  # counts that sank are corrected when popped
     heapq.heapify(heap)
     while heap and len(vocab) < vocab_size - 1:
         n, pair = heapq.heappop(heap)

@@ -56,25 +56,33 @@ def test_how_many_parts(module, n_rows, E, parts, monkeypatch):
     assert (size.amax(1) - size.amin(1)).max() <= 1
 
 
-def test_largest_k_is_topk_and_never_chooses_twice():
-    largest_k = moduleformer.largest_k
-    prob = torch.rand(50, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    for k in (1, 3, 5):
-        for a, b in zip(largest_k(prob, k), prob.topk(k)):
-            assert torch.equal(a, b)
-    scores = torch.randn(50, 5, generator=torch.Generator().manual_seed(1)) - 2    # negative scores too
-    for a, b in zip(largest_k(scores, 3), scores.topk(3)):
-        assert torch.equal(a, b)
-    underflow = torch.tensor([[1.0, 0, 0, 0]])
-    ties = torch.full((1, 4), 0.25)
-    nan = torch.full((1, 4), math.nan)
-    infinite = torch.tensor([[-math.inf, 1.0, -math.inf, -math.inf]])
-    for odd in (underflow, ties, nan, infinite):
-        assert largest_k(odd, 4)[1].sort().values.tolist() == [[0, 1, 2, 3]]
-    leaf = prob.clone().requires_grad_()
-    largest_k(leaf, 2)[0].sum().backward()
-    chosen = torch.zeros_like(prob, dtype=torch.bool).scatter(1, prob.topk(2).indices, True)
-    assert torch.equal(leaf.grad != 0, chosen)
+def router_of(module, top_k):
+    """A router of four choices whose scores are what it reads, if that is not negative."""
+    if module is moep:
+        router = moep.Router(4, 4, moep.MoEPConfig(top_k=top_k))
+        weights = [router.linear.weight]
+    else:
+        config = moduleformer.ModuleFormerConfig(n_embd=4, d_router=4, top_k=top_k)
+        router = moduleformer.Router(4, 0, config)
+        weights = [router.A.weight, router.B.weight]
+    for weight in weights:
+        torch.nn.init.eye_(weight)
+    return router
+
+
+@BOTH
+@pytest.mark.parametrize('top_k', [1, 3, 4])
+def test_routers_take_the_best_and_none_twice(module, top_k):
+    router = router_of(module, top_k)
+    scores = 3 * torch.rand(50, 4, generator=torch.Generator().manual_seed(0))
+    gate, choice, _ = router(scores)
+    best, order = scores.softmax(-1).topk(top_k)
+    if module is moep:
+        best = best / best.sum(-1, keepdim=True)
+    assert torch.equal(choice, order) and torch.allclose(gate, best)
+    underflow, ties, nan = [1e4, 0, 0, 0], [0.5] * 4, [math.nan] * 4
+    _, choice, _ = router(torch.tensor([underflow, ties, nan]))
+    assert all(len(set(row)) == top_k for row in choice.tolist())
 
 
 @BOTH

@@ -27,6 +27,10 @@ def make(seed=0, dtype=torch.float64, n=1, k=1, scale=0.15, **changes):
     return model
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def tokens(B=2, T=6, seed=1):
     return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
 
@@ -137,8 +141,7 @@ MORE = [dict(n_kv_head=1), dict(gate='matrix', gate_layers=[2]), dict(gate='vect
         dict(n=2, k=2), dict(n=2, k=2, gate='scalar', n_kv_head=4)]
 
 
-@pytest.mark.parametrize(
-    'changes', [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
+@pytest.mark.parametrize('changes', [*QUICK, *map(slow, MORE)], ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux entry, every gradient, and the routes."""
     model, x, y = make(**changes), tokens(), tokens(seed=2)
@@ -440,7 +443,7 @@ def uncached(model, idx, n):
 
 
 @pytest.mark.parametrize('changes', MODELS, ids=str)
-@pytest.mark.parametrize('start', [1, pytest.param(8, marks=pytest.mark.slow), 13])
+@pytest.mark.parametrize('start', [slow(1), slow(8), 13])
 def test_cached_generation_is_uncached(changes, start):
     """Also far past the context length (8), and from prompts as long as it or longer."""
     model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)

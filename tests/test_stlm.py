@@ -494,7 +494,7 @@ def uncached_chunks(model, idx, n):
 
 
 @pytest.mark.parametrize('changes', [SHARES[0], SHARES[4]], ids=str)
-@pytest.mark.parametrize('start', [1, slow(8), 13])
+@pytest.mark.parametrize('start', [slow(1), slow(8), 13])
 def test_cached_generation_is_uncached(changes, start):
     """Also far past the context length (8), and from prompts as long as it or longer."""
     model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)
