@@ -39,26 +39,26 @@ from plumbing.settings import read_settings
 # ---- One step -----------------------------------------------------------------------------------
 
 def train_step(model, optimizer, data, starts, memory, s, machine):
-    """One update from the chunks at `starts` -> mean loss and auxiliary values, gradient norm.
-    The micro-batches are dealt to the processes in turn: W processes with A micro-batches each see
-    what one process with W * A sees. The means are over this process's own."""
-    accumulated = s.gradient_accumulation_steps
+    """One update from the chunks at `starts`, those of all processes -> mean loss and auxiliary values
+    (of this process), gradient norm (of all). The micro-batches are dealt to the processes in turn:
+    W processes with A micro-batches each see what one process with W * A sees."""
+    accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
-    for a in range(accumulated):
+    for a in range(accumulate):
         m = a * machine.world + machine.rank
         x, y = data.batch(starts[m * s.batch_size:(m + 1) * s.batch_size])
-        last = a == accumulated - 1
+        last = a == accumulate - 1
         with contextlib.nullcontext() if machine.world == 1 or last else model.no_sync():
             with machine.autocast():
                 _, loss, aux = model(x, y, cache=memory[a]) if s.memory else model(x, y)
             objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
-            (objective / accumulated).backward()
+            (objective / accumulate).backward()
         if s.memory:                            # the next segment reads these keys and values
             recent = slice(-s.memory, None)
             memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]
         for name, value in dict(aux, loss=loss).items():
-            mean[name] = mean.get(name, 0.0) + value.detach() / accumulated
+            mean[name] = mean.get(name, 0.0) + value.detach() / accumulate
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
     optimizer.step()
     return mean, norm
@@ -67,7 +67,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
 # ---- Optimiser, schedules, compilation ----------------------------------------------------------
 
 def make_optimizer(model, s, machine):
-    """AdamW that decays matrices. Stacked vectors look like matrices; they are named ...gain or ...bias."""
+    """AdamW, with weight decay on matrices only. Stacked vectors are known by ...gain and ...bias."""
     matrices, vectors = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -90,7 +90,7 @@ def set_rate(optimizer, lr):
 
 
 def learning_rate(it, s, max_iters):
-    """Linear warm-up, then the schedule's fall from learning_rate to min_lr."""
+    """Linear warm-up, then the schedule, from learning_rate to min_lr unless it is constant."""
     if it < s.warmup_iters:
         return s.warmup_lr + (s.learning_rate - s.warmup_lr) * (it + 1) / (s.warmup_iters + 1)
     done = min(1.0, (it - s.warmup_iters) / max(1, max_iters - s.warmup_iters))
@@ -109,15 +109,15 @@ def dropout_rate(it, s, max_iters, p):
 def compile_model(model):
     """torch.compile, without two of its optimisations that cost more than they save here: the fused
     gradients of norms were four times as slow, the one-pass softmax twice."""
-    rope_table = 'Torchinductor does not support code generation for complex'
-    warnings.filterwarnings('ignore', rope_table)
+    about_rope = 'Torchinductor does not support code generation for complex'     # numbers: rope's table
+    warnings.filterwarnings('ignore', about_rope)
     return torch.compile(model, options={'triton.mix_order_reduction': False, 'online_softmax': False})
 
 
 # ---- The run ------------------------------------------------------------------------------------
 
 def evaluate(model, corpus, data, it, machine):
-    """Score every val set, with a line on the screen for each, and see where the tokens go -> the log."""
+    """Score every val set, print a line for each, and see where the tokens go -> what is logged."""
     scores = {}
     for name in corpus.scored:
         batches = corpus.val_batches(name, data.T, machine.rank, machine.world)
@@ -129,7 +129,7 @@ def evaluate(model, corpus, data, it, machine):
 
 
 def check_health(health, it, folder):
-    """health becomes nan with the first loss or gradient that is not finite."""
+    """Stop if a loss or gradient was not finite: health is then nan, else 0."""
     if health.item() != 0:
         kept = 'no checkpoint was saved yet'
         if (folder.path / 'ckpt.pt').exists():
@@ -145,7 +145,8 @@ def catch_signals():
 
     def catch(number, _):
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, catch)
     return caught
@@ -155,7 +156,7 @@ def main():
     s, module, model_keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
     folder = RunFolder(s, machine)
-    ckpt = folder.find()                                 # what --resume goes on from
+    ckpt = folder.find()                                 # what --resume goes on from, or None
 
     # data
     ranges, scored = named_sets(s)
@@ -218,6 +219,8 @@ def main():
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
 
+    caught = catch_signals()
+
     def due(interval):
         return it % interval == 0 or it >= max_iters
 
@@ -229,10 +232,10 @@ def main():
         """Several processes must agree, and do so where they wait for each other anyway."""
         if machine.world == 1:
             return bool(caught)
-        votes = torch.tensor(float(len(caught)), device=machine.device)
-        return due(s.log_interval) and machine.sum(votes).item() > 0
+        if not due(s.log_interval):
+            return False
+        return machine.sum(torch.tensor(float(len(caught)), device=machine.device)).item() > 0
 
-    caught = catch_signals()
     pending = [words for words in sorted(s.checkpoint_words) if words > data.words]
     hidden = None if machine.rank == 0 else True         # None: hidden unless there is a terminal
     bar = tqdm(total=max_iters, initial=it, smoothing=0, unit='step', disable=hidden)

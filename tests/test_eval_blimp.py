@@ -198,6 +198,7 @@ def one_by_one(model, text, mode, tokenizer=BYTES, slots=1, pad=-1):
         return -model(x, y, reduction='none')[1].sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mode', ['harness', 'babylm2025'])
 @pytest.mark.parametrize('form', ['moep', 'gpt2', 'chunks'])
 def test_batched_equals_one_by_one(form, mode):
@@ -229,6 +230,7 @@ def test_batched_equals_one_by_one_for_every_config(smoke, data_dir, config):
         assert score_texts(model, pairs, *kind, mode, 4096) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_order_of_files_and_batch_size_change_nothing(tmp_path):
     model = tiny_moep('moep')
     files = [random_pairs(25, seed=i) for i in range(3)]

@@ -259,6 +259,7 @@ def write_task(folder, name, rows, splits=('train', 'valid')):
         (folder / f'{name}.{split}.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
 
 
+@pytest.mark.slow
 def test_all_tasks_of_a_folder(run, tiny, tmp_path):
     """Regression, three classes and a task without training data; patience, several seeds, both suites and
     --full."""
@@ -304,6 +305,7 @@ def test_all_tasks_of_a_folder(run, tiny, tmp_path):
     assert histories[0] == histories[1]                  # the same seeds, the same numbers
 
 
+@pytest.mark.slow
 def test_seed_fixes_everything_and_the_base_stays():
     model = make('gpt2')
     model.wte = torch.nn.Embedding(257, 16)

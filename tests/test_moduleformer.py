@@ -623,7 +623,7 @@ def test_params_by_hand():
 
 
 @pytest.mark.parametrize('n_layer, top_k, total, active', [
-    slow(24, 2, 4e9, 350e6), (24, 4, 4e9, 700e6), slow(48, 2, 8e9, 700e6)])
+    slow(24, 2, 4e9, 350e6), slow(24, 4, 4e9, 700e6), slow(48, 2, 8e9, 700e6)])
 def test_sizes_of_the_paper(n_layer, top_k, total, active):
     """Table 1; and the trainable parameters of Tables 4 and 5 (MoLM-4B-K4)."""
     with torch.device('meta'):

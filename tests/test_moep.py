@@ -440,7 +440,7 @@ def test_every_place_drops_out(where, monkeypatch):
     assert len(seen) == (2 if where else 1)
 
 
-@pytest.mark.parametrize('swiglu', [False, True])
+@pytest.mark.parametrize('swiglu', [False, slow(True)])
 def test_initialisation(swiglu):
     torch.manual_seed(0)
     model = MoEP(MoEPConfig(vocab_size=512, block_size=64, swiglu=swiglu, n_parallel=4))

@@ -35,6 +35,7 @@ def test_as_a_user(run, trained):
     assert text == run('sample.py', trained, *args, here=True).stdout
 
 
+@pytest.mark.slow
 def test_text(call):
     args = ['--prompt', 'Once upon a time', '--max_new_tokens', 40]
     first = call(*args, '--num', 2)

@@ -360,7 +360,7 @@ def test_signals_save_first(tiny, data_dir, tmp_path, number):
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number and '--resume' in stdout
     at = torch.load(out / 'ckpt.pt', weights_only=True)['iter']
-    assert 5 <= at < 60
+    assert 4 <= at < 60                                  # the first "loss" is that of validation
     tiny('--resume', *args, keys=ENDLESS, here=False)
     assert losses(out) == losses(tmp_path / 'calm')      # segment memory and place in the streams came along
 

@@ -43,6 +43,7 @@ def test_a_vocabulary_is_the_tokenizers_or_larger():
         check(dict(vocab_size=260), 259, slots=13)
 
 
+@pytest.mark.slow
 def test_a_model_too_large_to_build_is_counted(capsys):
     keys = dict(vocab_size=50304, n_layer=1, n_embd=2048, n_ffd=64, d_ffd=8192)
     s = Settings(model='moduleformer', max_iters=0)
