@@ -272,7 +272,9 @@ class ModuleFormer(nn.Module):
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-        return None, loss if reduction == 'mean' else loss.view_as(targets), aux
+        if reduction == 'none':
+            loss = loss.view_as(targets)
+        return None, loss, aux
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
