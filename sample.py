@@ -9,7 +9,7 @@ Look at what a trained model does.
 import torch
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, run_main
+from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.machine import Machine
 
 
@@ -54,21 +54,23 @@ def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep), or a checkpoint (out/moep/ckpt_1M.pt)')
     parser.add_argument('--prompt', default='', help='text to go on from; if empty, a new document')
-    parser.add_argument('--num', type=int, default=1, help='samples')
-    parser.add_argument('--max_new_tokens', type=int, default=200)
-    parser.add_argument('--temperature', type=float, default=0.8,
+    parser.add_argument('--num', type=between(1, 1000), default=1, help='samples')
+    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=200)
+    parser.add_argument('--temperature', type=between(0, 100, float), default=0.8,
                         help='0: always the most probable token')
-    parser.add_argument('--top_k', type=int, default=50,
+    parser.add_argument('--top_k', type=between(0, 65536), default=50,
                         help='draw from this many most probable tokens; 0: from all')
-    parser.add_argument('--seed', type=int, default=1337)
+    parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337)
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
-    parser.add_argument('--next', type=int, metavar='N',
+    parser.add_argument('--next', type=between(1, 65536), metavar='N',
                         help='print the N most probable next tokens instead of text')
     parser.add_argument('--routes', action='store_true',
                         help='print the blocks and experts that each token took')
     args = parser.parse_args()
-    if args.temperature < 0 or args.top_k < 0 or args.max_new_tokens < 1:
-        raise UserError('temperature and top_k must be at least 0, max_new_tokens at least 1')
+    if args.temperature < 1e-3:                          # a softmax of logits / 1e-320 is not a number
+        args.temperature = 0
+    if any('\ud800' <= letter <= '\udfff' for letter in args.prompt):
+        raise UserError('--prompt is not UTF-8')
     return args
 
 
@@ -87,7 +89,7 @@ def main():
         slots = len(tokenizer.end)               # of a chunk of bytes; a token is one
         over = max(0, len(ids) - limit)
         whole = -(-over // slots) * slots        # what is cut off in front is whole chunks
-        show_next(model, tokenizer, prompt[:, whole:], max(1, args.next))
+        show_next(model, tokenizer, prompt[:, whole:], args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):
         raise UserError('this model has no routes: every token takes the same way')

@@ -28,11 +28,12 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from plumbing.checkpoint import RunFolder, build_model, check_resume, freeze, start_model
+from plumbing.checkpoint import build_model, freeze, is_finite, start_model
 from plumbing.cli import UserError, run_main, short
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
+from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
-from plumbing.plan import check_model, check_vocabulary, only_counted, show_plan, show_sample
+from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
 
 
@@ -108,10 +109,10 @@ def dropout_rate(it, s, max_iters, p):
 
 def compile_model(model):
     """torch.compile, without two of its optimisations that cost more than they save here: the fused
-    gradients of norms were four times as slow, the one-pass softmax twice."""
-    about_rope = 'Torchinductor does not support code generation for complex'     # numbers: rope's table
-    warnings.filterwarnings('ignore', about_rope)
-    return torch.compile(model, options={'triton.mix_order_reduction': False, 'online_softmax': False})
+    gradients of norms were four times as slow, the one-pass softmax twice. Nor its warning of rope's table."""
+    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
+    off = {'triton.mix_order_reduction', 'online_softmax'} & {*torch._inductor.list_options()}
+    return torch.compile(model, options=dict.fromkeys(off, False))
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -126,16 +127,6 @@ def evaluate(model, corpus, data, it, machine):
                     f"perplexity {v['perplexity']:.2f}, {v['bits_per_byte']:.4f} bits per byte")
     x, _ = next(corpus.val_batches(corpus.scored[0], data.T))
     return dict(words=round(data.words), val=scores, routes=route_shares(model, x, machine))
-
-
-def check_health(health, it, folder):
-    """Stop if a loss or gradient was not finite: health is then nan, else 0."""
-    if health.item() != 0:
-        kept = 'no checkpoint was saved yet'
-        if (folder.path / 'ckpt.pt').exists():
-            kept = f'the last good checkpoint is {folder.path}/ckpt.pt'
-        raise UserError(f'the loss or its gradient is not finite at step {it}; {kept}; '
-                        'try a lower learning_rate')
 
 
 def catch_signals():
@@ -186,27 +177,27 @@ def main():
     model.to(machine.device)
     slots = getattr(model.config, 'byte_limit', 0) + 1
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
-    planned = s.max_iters or max(1, data.count_chunks(s.epochs) // data.rows)
-    max_iters = 0 if s.max_iters == 0 else planned
-    show_plan(model, s, corpus, data, machine, planned)
-    if report:
-        machine.say(str(report))
+    it = ckpt['iter'] if ckpt else 0
+    if ckpt:
+        data.load_state(ckpt['data'])
+    planned, max_iters = data.plan(it)
+    show_plan(model, s, corpus, data, machine, planned, max_iters, ckpt)
     check_model(model, s, data, machine)
     if max_iters == 0 and not s.surgery:
         return machine.close()
 
     # optimiser, and the rest of the run's state
     optimizer = make_optimizer(model, s, machine)
-    memory = [[] for _ in range(s.gradient_accumulation_steps)]  # keys and values of past segments
+    memories = {}                       # {data set: past keys and values of each micro-batch}
+    memory = None                       # of the data set that is read now
     health = torch.zeros((), device=machine.device)
-    it = 0
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
     folder.open(corpus, ckpt)
     if ckpt:
-        it = folder.restore(ckpt, optimizer, data, memory)
-        left = ': nothing is left to train' if it >= max_iters else ''
-        machine.say(f'resume    from step {it:,}{left}')
+        folder.restore(ckpt, model, optimizer, memories)
+    folder.log(it, run=describe(model, s, data, machine, max_iters))
     if report:
+        machine.say(str(report))
         folder.log(it, surgery=report)
 
     if s.dropout_schedule != 'constant':
@@ -224,9 +215,14 @@ def main():
     def due(interval):
         return it % interval == 0 or it >= max_iters
 
+    def check_health(weights=True):
+        """Stop if a loss or gradient was not finite (health is then nan, else 0), or a weight is not."""
+        if health.item() != 0 or weights and not is_finite(model):
+            folder.give_up(it)
+
     def save(name='ckpt.pt', whole=True):
-        check_health(health, it, folder)
-        folder.save(it, model, data, corpus, optimizer if whole else None, memory, name)
+        check_health()
+        folder.save(it, model, data, corpus, optimizer if whole else None, memories, name)
 
     def asked_to_stop():
         """Several processes must agree, and do so where they wait for each other anyway."""
@@ -245,7 +241,7 @@ def main():
         # evaluate and save, if due
         if not resumed and (due(s.eval_interval) or due(s.save_interval)):
             if due(s.eval_interval):
-                check_health(health, it, folder)
+                check_health()
                 folder.log(it, **evaluate(model, corpus, data, it, machine))
             if due(s.save_interval) and (it or s.surgery):
                 save()
@@ -260,15 +256,19 @@ def main():
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
         # one step
-        lr = learning_rate(it, s, max_iters)
+        at = it if s.max_iters else data.seen / data.unit    # steps of the plan, whatever one holds now
+        lr = learning_rate(at, s, planned)
         set_rate(optimizer, lr)
         scheduled = dict(lr=lr)
         if hasattr(model, 'set_dropout'):
-            scheduled['dropout'] = dropout_rate(it, s, max_iters, model.config.dropout)
+            scheduled['dropout'] = dropout_rate(at, s, planned, model.config.dropout)
         if s.dropout_schedule != 'constant':
             model.set_dropout(scheduled['dropout'])
-        if s.memory and data.at_a_seam():
-            memory[:] = [[] for _ in memory]             # a new epoch: nothing came before
+        if s.memory:
+            part, begins = data.next_set()
+            if begins:                                   # nothing came before
+                memories[part] = [[] for _ in range(s.gradient_accumulation_steps)]
+            memory = memories[part]
         mean, norm = step(data.next_starts())
         health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; nobody waits for the device
         it += 1
@@ -276,12 +276,12 @@ def main():
 
         # log
         if due(s.log_interval):
-            check_health(health, it, folder)
+            check_health(weights=False)
             values = {name: machine.sum(v.clone()).item() / machine.world for name, v in mean.items()}
             rate = tokens / (time.perf_counter() - clock)
             tokens, clock = 0, time.perf_counter()
             folder.log(it, **values, **scheduled, grad_norm=norm.item(), tokens_per_s=round(rate),
-                       epoch=data.epoch, words=round(data.words))
+                       epoch=data.epoch, chunks=data.seen, words=round(data.words))
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} tokens/s")
             if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} tokens/s")

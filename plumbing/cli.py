@@ -6,16 +6,31 @@ code 2: never in a traceback, nor in half a result.
 """
 
 import argparse
+import bz2
+import contextlib
 import gzip
+import io
 import json
 import lzma
 import os
+import signal
 import sys
+import zlib
 from pathlib import Path
 
 
 class UserError(Exception):
     """Its text is that line."""
+
+
+# What nanoGPT calls otherwise, and what to write here.
+NANOGPT = dict(
+    lr='learning_rate', dataset='data', eval_iters='eval_tokens', lr_decay_iters='max_iters',
+    decay_lr='schedule=constant', eval_only='max_iters=0', num_samples='num, of sample.py',
+    start='prompt, of sample.py', always_save_checkpoint='save_interval', backend='device',
+    wandb_log='nothing: the log is log.jsonl in the run\'s folder',
+    wandb_project='nothing: the log is log.jsonl in the run\'s folder',
+    wandb_run_name='out_dir')
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,26 +42,56 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
+        for arg in message.split():
+            known = NANOGPT.get(arg.lstrip('-').partition('=')[0])
+            if known and arg.startswith('--'):
+                message += f'; here it is {known}'
         raise UserError(f'{message}; see --help')
+
+
+def between(low, high, kind=int):
+    """A type for Parser.add_argument: a number in this range."""
+    def number(text):
+        value = kind(text)
+        if not low <= value <= high:                     # nan is in no range
+            raise argparse.ArgumentTypeError(f'{text} is not between {low} and {high}')
+        return value
+    return number
 
 
 def run_main(main):
     """How every script ends: if __name__ == '__main__': run_main(main)"""
-    script = Path(sys.argv[0]).name
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='backslashreplace')    # a terminal that knows ASCII only
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half written is cleared away
     try:
         main()
     except UserError as error:
-        print(f'{script}: {error}', file=sys.stderr)
-        sys.exit(2)
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:                              # the reader went away, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:                    # a full disk, a folder that may not be written
-        reason = f'{error.filename}: {error.strerror}' if error.filename else str(error)
-        print(f'{script}: {reason}', file=sys.stderr)
-        sys.exit(2)
+        fail(f'{error.filename}: {error.strerror}' if error.filename else str(error))
+    except (MemoryError, RuntimeError) as error:
+        first = str(error).partition('\n')[0]
+        is_full = isinstance(error, MemoryError) or 'out of memory' in first or 'allocate memory' in first
+        if not is_full:
+            raise
+        fail('out of memory: halve batch_size (and double gradient_accumulation_steps, where there '
+             f'is one), or take a smaller model ({first[:80]})')
+
+
+def fail(text):
+    """One line on stderr, and exit code 2. What it repeats of the input may be long: then its middle
+    is left out."""
+    line = ''.join(c if c.isprintable() else ' ' for c in f'{Path(sys.argv[0]).name}: {text}')
+    if len(line) > 300:
+        line = f'{line[:150]} ... {line[-140:]}'
+    print(line, file=sys.stderr)
+    sys.exit(2)
 
 
 def short(n):
@@ -63,30 +108,91 @@ def check_writable(path):
         raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
 
 
-def write_json(path, value):
-    """Write the whole file or nothing. A device or a pipe is written through, not replaced."""
-    text = json.dumps(value, default=str) + '\n'         # paths may be among the settings
-    if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_text(text, encoding='utf-8')
-        return
+@contextlib.contextmanager
+def new_file(path, mode='w'):
+    """A file to write that takes the name `path` when it is whole; if writing fails, it vanishes."""
     temporary = Path(f'{path}.tmp')
     try:
-        with open(temporary, 'w', encoding='utf-8') as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        with open(temporary, mode, encoding=None if 'b' in mode else 'utf-8') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_json(path, value):
+    """A device or a pipe is written through, not replaced."""
+    text = json.dumps(value, default=str) + '\n'         # paths may be among the settings
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text, encoding='utf-8')
+        return
+    with new_file(path) as file:
+        file.write(text)
+
+
+def parse_json(text):
+    """json.loads, with ValueError for everything that it cannot read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError('its brackets are nested too deeply') from None
+
+
+def lock(file):
+    """For one process, until it ends -> False if another has it. Some systems have no such locks."""
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
+class Unpacked(io.RawIOBase):
+    """A plain, .gz, .xz or .bz2 file as it is read. A bomb, a little file that unpacks to a huge one,
+    is no text."""
+    LARGE, RATIO = 2 ** 26, 200
+
+    def __init__(self, path):
+        open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
+        self.path = path
+        self.file = open_file(path, 'rb')
+        self.most = max(self.LARGE, self.RATIO * path.stat().st_size) if open_file != open else None
+        self.read_so_far = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        block = self.file.read(len(buffer))
+        buffer[:len(block)] = block
+        self.read_so_far += len(block)
+        if self.most and self.read_so_far > self.most:
+            raise UserError(f'{self.path} unpacks to more than {self.RATIO} times its size: '
+                            'that is no text')
+        return len(block)
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+
+LONGEST_LINE = 2 ** 26                                   # bytes
+
+
 def read_lines(path):
     """(number, text) of each line of a plain, .gz or .xz file. A line ends at \\n only."""
     number, offset = 0, 0
-    open_file = {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)
     try:
-        with open_file(path, 'rb') as file:
-            for number, line in enumerate(file, 1):
+        with io.BufferedReader(Unpacked(path), 2 ** 17) as file:
+            while line := file.readline(LONGEST_LINE):
+                number += 1
+                if len(line) == LONGEST_LINE:
+                    raise UserError(f'{path}: line {number} is longer than 64 MB; break it into lines')
                 text = line.decode('utf-8')
                 if number == 1:
                     text = text.removeprefix('\ufeff')
@@ -97,3 +203,5 @@ def read_lines(path):
     except UnicodeDecodeError as error:
         place = f'line {number}, byte {offset + error.start}'
         raise UserError(f'{path}: {place} is not UTF-8; convert the file first') from None
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        raise UserError(f'{path}: broken or unreadable ({error}); get the file again') from None

@@ -12,19 +12,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.cli import UserError
+from plumbing.cli import UserError, short
 from plumbing.tokenizer import load_meta, load_tokenizer
 
 
 def load_bin(folder, split):
     """A split's token ids, as a read-only memory map."""
     path = Path(folder) / f'{split}.bin'
-    expected = 2 * load_meta(folder)['splits'][split]['tokens']
+    meta = load_meta(folder)
+    expected = 2 * meta['splits'][split]['tokens']
     found = path.stat().st_size if path.is_file() else 0
-    if found != expected:
-        raise UserError(f'{path}: expected {expected:,} bytes, found {found:,}; '
-                        f'delete {folder}, run prepare.py again')
-    return np.memmap(path, dtype=np.uint16, mode='r')
+    again = f'delete {folder}, run prepare.py again'
+    if found != expected or found < 4:
+        raise UserError(f'{path}: expected {expected:,} bytes, found {found:,}; {again}')
+    tokens = np.memmap(path, dtype=np.uint16, mode='r')
+    largest = tokens.max()
+    if largest >= meta['tokenizer']['vocab_size']:
+        raise UserError(f'{path} holds token {largest}, which its tokenizer does not have; {again}')
+    return tokens
 
 
 def as_tensor(tokens, device):
@@ -93,8 +98,8 @@ class Corpus:
 class Data:
     """The training tokens of all data sets end to end, and the order in which chunks of them are read.
     A chunk never crosses from one set into another. The order is a function of (seed, epoch); only
-    the place in it is state. With `stream` the chunks stay in the order of the text, and row r of
-    the batch reads the r-th part of them."""
+    the place in it is state. With `stream` the chunks stay in the order of the text: every step reads
+    one data set, the sets take turns, and row r of the batch reads the r-th part of each."""
 
     def __init__(self, s, corpus, seq_len, machine, slots=None):
         self.s = s
@@ -122,11 +127,25 @@ class Data:
             self.sets.append((begin, end, passes, count['words'] / count['tokens']))
             parts.append(tokens)
             begin = end
+        self.check_length()
         self.tokens = as_tensor(np.concatenate(parts), machine.device)
         self.epoch = 0
         self.position = 0                                # in the order of this epoch
         self.words = 0.0
+        self.seen = 0                                    # chunks so far
+        self.unit = self.rows                            # chunks per step when the run began
         self.starts = self.order(0)
+
+    def check_length(self):
+        """Whether the order of all epochs can be computed in seconds."""
+        passes = [passes * self.s.epochs for _, _, passes, _ in self.sets]
+        chunks = [n * (end - begin) / self.stride for n, (begin, end, _, _) in zip(passes, self.sets)]
+        if sum(chunks) > 1e8 or sum(passes) > 1e5:
+            raise UserError(f'{short(self.s.epochs)} epochs of {short(sum(chunks))} chunks in all are too '
+                            'many to plan: set max_iters, and epochs to 1')
+        if self.rows * self.T > 1e9:
+            raise UserError(f'a step of {short(self.rows * self.T)} tokens is too large: '
+                            'lower batch_size or gradient_accumulation_steps')
 
     def read_range(self, corpus, name, low, high):
         """The part of a data set from fraction `low` to `high`, cut at ends of documents."""
@@ -135,57 +154,88 @@ class Data:
         at = {0: 0, 1: len(tokens)}
         for fraction in (low, high):
             if fraction not in at:
-                at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
+                at[fraction] = np.append(ends, len(tokens))[np.searchsorted(ends, fraction * len(tokens))]
         return tokens[at[low]:at[high]]
 
     def order(self, epoch):
         """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""
         rng = np.random.default_rng([self.s.seed, epoch])
-        starts = []
+        parts = []                                       # the passes over each data set
         for begin, end, passes, _ in self.sets:
+            parts.append([])
             while passes > 0:
                 offset = rng.integers(self.stride // self.slots) * self.slots
                 chunks = np.arange(begin + offset, end - self.T, self.stride)
                 if not self.s.stream:
                     chunks = rng.permutation(chunks)
-                starts.append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
+                parts[-1].append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
                 passes -= 1
-        starts = np.concatenate(starts)
         if self.s.stream:
-            steps = len(starts) // self.rows
-            if steps == 0:
-                raise UserError(f'{len(starts)} chunks of {self.T} tokens '
-                                f'are too few for {self.rows} streams')
-            return starts[:steps * self.rows].reshape(self.rows, steps).T.flatten()
-        starts = rng.permutation(starts)
+            return self.take_turns(parts)
+        starts = rng.permutation(np.concatenate(list(itertools.chain(*parts))))
         if self.s.epoch_words:
             starts = starts[:np.searchsorted(self.words_in(starts).cumsum(), self.s.epoch_words) + 1]
         return starts
 
+    def take_turns(self, parts):
+        """The order of a stream: the steps of each data set, spread evenly over the epoch."""
+        steps = []                                       # (when, data set, its chunks)
+        for n, passes in enumerate(parts):
+            lane = []
+            for chunks in passes:
+                length = len(chunks) // self.rows
+                lane += [*chunks[:length * self.rows].reshape(self.rows, length).T]
+            steps += [((i + 0.5) / len(lane), n, step) for i, step in enumerate(lane)]
+        if not steps:
+            raise UserError(f'too few chunks of {self.T} tokens for {self.rows} streams')
+        steps.sort(key=lambda step: step[:2])
+        return np.concatenate([step for _, _, step in steps])
+
     def words_in(self, starts):
         """Words per chunk, at its data set's mean number of words per token."""
-        begins = [begin for begin, _, _, _ in self.sets]
         density = np.array([words for _, _, _, words in self.sets])
-        return density[np.searchsorted(begins, starts, 'right') - 1] * self.T
+        return density[self.set_of(starts)] * self.T
+
+    def set_of(self, starts):
+        begins = [begin for begin, _, _, _ in self.sets]
+        return np.searchsorted(begins, starts, 'right') - 1
 
     def count_chunks(self, epochs):
         lengths = [len(self.order(e)) for e in range(math.ceil(epochs))]
         return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
 
+    def plan(self, it):
+        """-> the steps of the whole run, of the size that it began with; the step that it ends at."""
+        s = self.s
+        if s.max_iters:
+            return s.max_iters, s.max_iters
+        chunks = self.count_chunks(s.epochs)
+        steps = max(1, chunks // self.unit)
+        if s.max_iters == 0:
+            return steps, 0
+        if it == 0:
+            return steps, steps
+        return steps, it + max(0, chunks - self.seen) // self.rows
+
     def take(self, n):
         """The starts of the next n chunks; a batch may run on into the next epoch."""
         taken = []
+        self.seen += n
         while n > 0:
-            if self.position >= len(self.starts):
-                self.epoch += 1
-                self.position = 0
-                self.starts = self.order(self.epoch)
+            self.turn_over()
             taken.append(self.starts[self.position:self.position + n])
             self.position += len(taken[-1])
             n -= len(taken[-1])
         taken = np.concatenate(taken)
         self.words += float(self.words_in(taken).sum())
         return taken
+
+    def turn_over(self):
+        """At the end of an epoch, begin the next."""
+        if self.position >= len(self.starts):
+            self.epoch += 1
+            self.position = 0
+            self.starts = self.order(self.epoch)
 
     def next_starts(self):
         """The chunks of the next step, on the device."""
@@ -198,15 +248,18 @@ class Data:
         x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
         return x, y.masked_fill(y == self.pad, -1)
 
-    def at_a_seam(self):
-        """Whether the next chunk starts an epoch, so that no text came before it."""
-        return self.position in (0, len(self.starts))
+    def next_set(self):
+        """With `stream`: the data set that the next step reads, and whether it begins there anew."""
+        self.turn_over()
+        first = self.starts[self.position]
+        n = int(self.set_of(first))
+        return n, first - self.sets[n][0] < self.stride
 
     def state(self):
-        return dict(epoch=self.epoch, position=self.position, words=self.words)
+        return {key: getattr(self, key) for key in ('epoch', 'position', 'words', 'seen', 'unit')}
 
     def load_state(self, state):
-        self.epoch, self.position, self.words = state['epoch'], state['position'], state['words']
+        self.__dict__.update(state)
         self.starts = self.order(self.epoch)
 
 

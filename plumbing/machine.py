@@ -16,6 +16,9 @@ class Machine:
     """The device and precision of this process, and its place among the processes of the run."""
 
     def __init__(self, device='auto', dtype='auto'):
+        version = tuple(map(int, torch.__version__.split('.')[:2]))
+        if version < (2, 10):
+            raise UserError(f'torch {torch.__version__} is too old: pip install "torch>=2.10"')
         self.rank = int(os.environ.get('RANK', 0))
         self.world = int(os.environ.get('WORLD_SIZE', 1))
         self.device = find_device(device)
@@ -39,6 +42,14 @@ class Machine:
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def memory(self):
+        """Bytes, of the GPU or the computer."""
+        if self.cuda:
+            return torch.cuda.mem_get_info()[1]
+        if not hasattr(os, 'sysconf'):                   # Windows
+            return math.inf
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
     def sum(self, x):
         """Over all processes."""
@@ -80,6 +91,8 @@ def find_device(name):
         kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
         kind = 'cuda' if torch.cuda.is_available() else kind
     try:
+        if kind not in ('cuda', 'mps', 'cpu'):
+            raise ValueError
         index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
         device = torch.device(kind, index)
         torch.zeros(1, device=device)

@@ -1,15 +1,16 @@
 """What train.py prints before and after a run, and the checks before anything is written."""
 
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
 import torch
 
 from plumbing.cli import UserError, short
-from plumbing.settings import make_config
-
-
-def sketch(module, model_keys):
-    """A model without weights, to be counted: it needs no memory, whatever its size."""
-    with torch.device('meta'):
-        return module.Model(make_config(module, model_keys))
+from plumbing.models import explain, sketch
 
 
 def only_counted(module, model_keys, s, machine, reason=None):
@@ -38,6 +39,14 @@ def check_vocabulary(model_keys, corpus):
                         f'has {vocab} entries{hint}')
 
 
+def check_size(module, model_keys, machine):
+    """Whether weights, gradients and AdamW's two moments fit into the machine's memory."""
+    count = sum(p.numel() for p in sketch(module, model_keys).parameters())
+    if 16 * count > machine.memory():
+        raise UserError(f'a model of {short(count)} parameters takes {short(16 * count)}B to train, '
+                        f'and this machine has {short(machine.memory())}B')
+
+
 def show_size(model, s, machine):
     total, active = model.count_params()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -47,7 +56,8 @@ def show_size(model, s, machine):
     machine.say(text)
 
 
-def show_plan(model, s, corpus, data, machine, steps):
+def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
+    """steps: of the whole run; max_iters: where it ends; ckpt: where it goes on from."""
     show_size(model, s, machine)
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
@@ -65,10 +75,30 @@ def show_plan(model, s, corpus, data, machine, steps):
     machine.say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} '
                 f'x {s.gradient_accumulation_steps} accumulated '
                 f'x {machine.world} {processes} = {per_step:,} {tokens}')
-    epochs = steps * data.rows / len(data.starts)
-    machine.say(f'plan      {steps:,} steps, {short(steps * per_step)} {tokens}, '
+    epochs = steps * data.unit / len(data.starts)
+    machine.say(f'plan      {steps:,} steps, {short(steps * data.unit * data.T)} {tokens}, '
                 f'{epochs:.2f} epochs of {len(data.starts):,} {chunks}')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+    if not ckpt:
+        return
+    if ckpt['rows'] != data.rows:
+        machine.say(f"resume    a step reads {data.rows} {chunks} now, {ckpt['rows']} before; "
+                    'the data goes on where it stopped')
+    left = ': nothing is left to train' if 0 < max_iters <= ckpt['iter'] else ''
+    machine.say(f"resume    from step {ckpt['iter']:,}{left}")
+
+
+def describe(model, s, data, machine, steps):
+    """The first line of a run's log: what was run, and where."""
+    total, active = model.count_params()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    device = torch.cuda.get_device_name() if machine.cuda else str(machine.device)
+    return dict(
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), settings=asdict(s),
+        config=asdict(model.config), parameters=total, active=active, trained=trained, steps=steps,
+        tokens_per_step=data.rows * data.T, torch=torch.__version__, python=platform.python_version(),
+        device=device, dtype=str(machine.dtype), processes=machine.world,
+        date=time.strftime('%Y-%m-%d %H:%M:%S'))
 
 
 def check_model(model, s, data, machine):
@@ -80,8 +110,10 @@ def check_model(model, s, data, machine):
     try:
         with machine.autocast():
             aux = model(idx)[2]
-    except ValueError as e:
-        raise UserError(f'{s.model} with a seq_len of {data.T}: {e}') from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        raise UserError(f'{s.model} with a seq_len of {data.T}: {explain(e)}') from None
     if s.memory:                                # cached keys keep the positions they were made with
         try:
             with torch.no_grad(), machine.autocast():

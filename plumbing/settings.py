@@ -8,8 +8,8 @@ that field's type.
 
 import ast
 import difflib
-import importlib
 import inspect
+import operator
 import re
 import sys
 import types
@@ -17,9 +17,9 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from plumbing.cli import UserError
+from plumbing.cli import NANOGPT, UserError, short
+from plumbing.models import ROOT, import_model
 
-ROOT = Path(__file__).resolve().parent.parent            # where the model files lie
 SCHEDULES = ('cosine', 'linear', 'constant')
 DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'triangle')
 
@@ -55,19 +55,19 @@ class Settings:
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
     dropout_schedule: str = 'constant'     # constant | early | late | linear | triangle, if the model can
     dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
-    aux_weights: dict = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
+    aux_weights: dict[str, float] = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
     # what is written
     log_interval: int = 10                 # steps between lines of the log
     eval_interval: int = 500               # steps between evaluations (also at the start and end)
-    eval_data: str | list | None = None    # folders whose val.bin is scored; data's if not given
+    eval_data: str | list[str] | None = None   # folders whose val.bin is scored; data's if not given
     eval_tokens: int | None = None         # most val tokens to score per data set; all if not given
     save_interval: int = 500               # steps between checkpoints
-    checkpoint_words: list = field(default_factory=list)   # also keep the weights at these word counts
+    checkpoint_words: list[float] = field(default_factory=list)   # also keep the weights at these word counts
     sample_tokens: int = 120               # length of the text sample at the end
     # how it starts
     resume: bool = False                   # go on from out_dir's checkpoint (start, if there is none)
     overwrite: bool = False                # start anew although out_dir holds a run
-    init_from: str | list | None = None    # start from this run's weights; a list for a surgery of several
+    init_from: str | list[str] | None = None   # start from this run's weights; a list for a surgery of several
     surgery: str | None = None             # a function of the model's file, or of lora.py, that rebuilds it
     surgery_args: dict = field(default_factory=dict)
     surgery_batches: int = 8               # val.bin batches for a surgery that asks for `batches`
@@ -87,7 +87,7 @@ def read_settings(argv, usage=''):
     values = read_command([arg for arg in argv if arg not in ('-h', '--help')])
     module = import_model(values.get('model', Settings.model))
     if asked_for_help:
-        print_help(usage, Settings, module.Config)
+        print_help(usage, values, Settings, module.Config)
         sys.exit(0)
     given, model_keys = sort_keys(values, Settings, module.Config)
     s = Settings(**given)
@@ -96,15 +96,21 @@ def read_settings(argv, usage=''):
     return s, module, model_keys
 
 
-def print_help(usage, *owners):
-    """The fields as they stand in the source, comments included."""
+def print_help(usage, values, *owners):
+    """The fields as they stand in the source, comments included, with the values given for this run."""
     print(usage.strip())
     for owner in owners:
         path = Path(inspect.getsourcefile(owner)).relative_to(ROOT)
         print(f'\n{owner.__name__}, in {path.as_posix()}:')
         for line in inspect.getsource(owner).splitlines():
-            if re.match(r'    (\w+: |#)', line):
-                print(line)
+            if not re.match(r'    (\w+: |#)', line):
+                continue
+            head, mark, comment = line.partition('  #')
+            name = head.partition(':')[0].strip()
+            if values.get(name, '') != '':
+                given = f'{head.partition(" = ")[0].rstrip()} = {values[name]!r}'
+                head = given.ljust(len(head))
+            print(head + mark + comment)
 
 
 def check_ranges(s):
@@ -114,9 +120,11 @@ def check_ranges(s):
         if isinstance(value, (int, float)) and (value < 0 or value == 0 and key in positive):
             least = 'more than' if key in positive else 'at least'
             raise UserError(f'{key} = {value} must be {least} 0')
-    for value in [*s.checkpoint_words, *s.aux_weights.values()]:
-        if not isinstance(value, (int, float)):
-            raise UserError('checkpoint_words and the weights in aux_weights must be numbers')
+    names = {short(words) for words in s.checkpoint_words}   # of the files, as ckpt_1M.pt
+    if len(names) < len(s.checkpoint_words):
+        raise UserError('checkpoint_words: two of them are too close to have files of their own')
+    if s.out_dir.endswith('.pt'):
+        raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
     for key, names in (('schedule', SCHEDULES), ('dropout_schedule', DROPOUT_SCHEDULES)):
         if getattr(s, key) not in names:
             raise UserError(f"{key} is '{getattr(s, key)}'; it can be {', '.join(names)}")
@@ -132,46 +140,63 @@ def check_ranges(s):
         raise UserError('surgery_args without a surgery')
 
 
-def import_model(name):
-    """The module of a model file: one beside train.py that ends with `Config, Model = ...`."""
-    mark = '\nConfig, Model ='
-    names = [p.stem for p in ROOT.glob('*.py') if mark in p.read_text(encoding='utf-8')]
-    if name in names:
-        return importlib.import_module(name)
-    if (ROOT / f'{name}.py').exists():
-        raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
-    raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
-
-
-def make_config(module, keys):
-    try:
-        return module.Config(**keys)
-    except (TypeError, ValueError) as e:
-        raise UserError(f'{module.__name__}: {e}') from None
-
-
 # ---- Config files and --key=value ---------------------------------------------------------------
 
 
-PLAIN = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp,
-         ast.BinOp, ast.unaryop, ast.operator, ast.expr_context)
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+              ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos}
+LARGEST = 1e12                                           # number that any setting may have
 
 
-def evaluate(text):
+def evaluate(node, depth=0):
     """The value of an expression of literals, arithmetic and dict(...), and of nothing else."""
-    tree = ast.parse(text.strip(), mode='eval')
-    for node in ast.walk(tree):
-        call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        name = isinstance(node, ast.Name) and node.id == 'dict'  # of a call too: a node of its own
-        if not (call or name or isinstance(node, PLAIN)):
-            raise ValueError(f'{ast.unparse(node)} is no literal')
-    return eval(compile(tree, '', 'eval'), {'__builtins__': {}, 'dict': dict})
+    inner = lambda *nodes: [evaluate(each, depth + 1) for each in nodes]
+    if depth > 50:
+        raise ValueError('it is nested too deeply')
+    match node:
+        case ast.Constant(value) if '\0' not in str(value):
+            return value
+        case ast.List(nodes):
+            return inner(*nodes)
+        case ast.Tuple(nodes):
+            return tuple(inner(*nodes))
+        case ast.Dict(keys, nodes) if None not in keys:
+            return dict(zip(inner(*keys), inner(*nodes)))
+        case ast.Call(ast.Name('dict'), [], keywords) if all(k.arg for k in keywords):
+            return {k.arg: evaluate(k.value, depth + 1) for k in keywords}
+        case ast.UnaryOp(op, a) if type(op) in ARITHMETIC:
+            return compute(op, *inner(a))
+        case ast.BinOp(a, op, b) if type(op) in ARITHMETIC:
+            return compute(op, *inner(a, b))
+    raise ValueError(f'{ast.unparse(node)[:60]} is no literal')
+
+
+def compute(op, *numbers):
+    """With bounds: 9**9**9 would take for ever."""
+    in_range = lambda x: isinstance(x, (int, float)) and abs(x) <= LARGEST
+    if not all(map(in_range, numbers)) or isinstance(op, ast.Pow) and abs(numbers[1]) > 64:
+        raise ValueError('arithmetic is for numbers, and not for huge ones')
+    result = ARITHMETIC[type(op)](*numbers)
+    if not in_range(result):
+        raise ValueError('the number is too large')
+    return result
+
+
+def parse(text, mode):
+    """ast.parse, with SyntaxError for everything that it cannot read."""
+    try:
+        return ast.parse(text, mode=mode)
+    except (RecursionError, MemoryError):
+        raise SyntaxError('it is nested too deeply') from None
 
 
 def read_config(path):
     """{name: value} of the assignments in a config file."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding='utf-8'), path)
+        with open(path, encoding='utf-8') as file:
+            text = file.read(2 ** 20)
+        tree = parse(text, 'exec')
     except OSError:
         raise UserError(f'there is no config file {path}{config_hint(str(path))}') from None
     except ValueError:                                   # bytes that are no UTF-8, or null bytes
@@ -188,7 +213,7 @@ def read_config(path):
             raise UserError(f'{where}: a config holds plain assignments only (name = value)')
         name = targets[0].id
         try:
-            values[name] = evaluate(ast.unparse(node.value))
+            values[name] = evaluate(node.value)
         except Exception as e:
             raise UserError(f'{where}: the value of {name} cannot be read: {e}') from None
     return values
@@ -213,14 +238,14 @@ def read_command(argv):
     bare = None
     for arg in argv:
         if not arg.startswith('--'):
-            if bare and not Path(arg).exists():
+            if bare and not arg.endswith('.py'):
                 raise UserError(f'write {bare}={arg}, without a space')
             values.update(read_config(arg))
             out_dir = default_out_dir(arg)
             continue
         key, equals, text = arg[2:].partition('=')
         try:
-            value = evaluate(text) if equals else True
+            value = evaluate(parse(text.strip(), 'eval').body) if equals else True
         except Exception:
             value = text                # not a Python value: a plain string, as data=toy_math
         values[key.replace('-', '_')] = value
@@ -237,37 +262,76 @@ def default_out_dir(config):
     return Path('out', *inside).as_posix()
 
 
-def check_type(key, value, kind):
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if type(value) in kinds:
+def fit(value, kind):
+    """The value as this type has it: 1e6 is an int, 3 a float, and a folder may be named 2024.
+    TypeError if it has none."""
+    origin = typing.get_origin(kind) or kind
+    inside = typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        exact = [k for k in inside if type(value) is (typing.get_origin(k) or k)]
+        for option in [*exact, *inside]:
+            try:
+                return fit(value, option)
+            except TypeError:
+                pass
+        raise TypeError
+    if origin in (list, tuple) and isinstance(value, (list, tuple)):
+        each = [k for k in inside if k is not ...] or [typing.Any]
+        each += each[-1:] * (len(value) - len(each))     # tuple[int, float] has a type for each
+        return origin(map(fit, value, each))
+    if origin is dict and isinstance(value, dict):
+        of_key, of_value = inside or (typing.Any, typing.Any)
+        return {fit(k, of_key): fit(v, of_value) for k, v in value.items()}
+    if origin is typing.Literal and value in inside or kind is typing.Any:
         return value
-    if int in kinds and isinstance(value, float) and value.is_integer():
-        return int(value)                                # 1e6 steps
-    if float in kinds and type(value) is int:
+    if origin is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if origin is float and type(value) is int:
         return float(value)
-    if str in kinds and type(value) is int:
-        return str(value)                                # a folder named 2024
-    if list in kinds and isinstance(value, tuple):
-        return list(value)
-    names = ' or '.join('None' if k is type(None) else k.__name__ for k in kinds)
-    raise UserError(f'{key} = {value!r} is not of type {names}')
+    if origin is str and type(value) is int:
+        return str(value)
+    if isinstance(origin, type) and isinstance(value, origin) and (origin is bool or type(value) is not bool):
+        return value
+    raise TypeError
+
+
+def name_of(kind):
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+
+
+def check_numbers(key, value):
+    """No nan, no infinity, nothing that no machine can count."""
+    inside = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, dict):
+        inside = [*value, *value.values()]
+    for each in inside:
+        check_numbers(key, each)
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+        raise UserError(f'{key} must be a finite number, at most {LARGEST:g}')
 
 
 def sort_keys(values, *owners):
     """For each dataclass the values of its fields, checked. A key that is nobody's is an error."""
-    kinds = [{f.name: f.type for f in fields(owner)} for owner in owners]
+    kinds = [typing.get_type_hints(owner) for owner in owners]
     given = [{} for _ in owners]
     for key, value in values.items():
-        mine = next((i for i, own in enumerate(kinds) if key in own), None)
+        mine = next((i for i, owner in enumerate(owners) if key in owner.__dataclass_fields__), None)
         if mine is None:
-            raise UserError(f"unknown key '{key}'{key_hint(key, owners, kinds)}")
-        given[mine][key] = check_type(key, value, kinds[mine][key])
+            raise UserError(f"unknown key '{key}'{key_hint(key, owners)}")
+        check_numbers(key, value)
+        try:
+            given[mine][key] = fit(value, kinds[mine][key])
+        except TypeError:
+            raise UserError(f'{key} = {value!r} is not of type {name_of(kinds[mine][key])}') from None
     return given
 
 
-def key_hint(key, owners, kinds):
+def key_hint(key, owners):
+    if key in NANOGPT:
+        return f"; nanoGPT's {key} is here {NANOGPT[key]}"
     for owner in owners:
         if hasattr(owner, key):                          # a class attribute that is no field
             return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
-    near = difflib.get_close_matches(key, [k for own in kinds for k in own], 1, 0.6)
+    known = [f.name for owner in owners for f in fields(owner)]
+    near = difflib.get_close_matches(key, known, 1, 0.6)
     return f"; did you mean '{near[0]}'?" if near else ''

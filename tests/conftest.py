@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 def run_here(module, argv, cwd):
     """A script in this process, from sys.argv to its exit code: much can be tried without starting Python."""
     from plumbing.cli import run_main
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True) for _ in range(2))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with mock.patch.object(sys, 'argv', argv), contextlib.chdir(cwd), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -37,7 +37,8 @@ def run_here(module, argv, cwd):
             code = stop.code
     for number, handler in handlers.items():             # train.py catches signals
         signal.signal(number, handler)
-    return SimpleNamespace(returncode=code or 0, stdout=out.getvalue(), stderr=err.getvalue())
+    said = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return SimpleNamespace(returncode=code or 0, stdout=said[0], stderr=said[1])
 
 
 @pytest.fixture(scope='session')

@@ -21,8 +21,9 @@ import moep
 import train
 from conftest import ROOT
 from moep import MoEP, MoEPConfig
-from plumbing.checkpoint import RunFolder, load_checkpoint, read_checkpoint
+from plumbing.checkpoint import load_checkpoint, read_checkpoint
 from plumbing.data import Corpus, Data
+from plumbing.folder import RunFolder
 from plumbing.machine import Machine
 from plumbing.settings import Settings, read_settings
 
@@ -75,7 +76,11 @@ def test_a_run_from_start_to_end(tiny, tmp_path):
     log = read_log(tmp_path / 'run')
     assert list(losses(tmp_path / 'run')) == list(range(1, 31))
     keys = {'loss', 'block_balance', 'expert_balance', 'lr', 'grad_norm', 'tokens_per_s', 'epoch', 'words'}
-    assert keys <= log[1].keys()
+    assert log[0]['iter'] == 0 and keys <= log[2].keys()
+    about = log[0]['run']
+    assert about['command'].startswith('train.py --model=moep') and about['settings']['max_iters'] == 30
+    assert about['config']['n_embd'] == 16 and about['parameters'] >= about['active'] and about['torch']
+    assert all(a['seconds'] <= b['seconds'] for a, b in zip(log, log[1:]))
     evals = [r for r in log if 'val' in r]
     assert [r['iter'] for r in evals] == [0, 15, 30]
     assert evals[-1]['val']['toy_stories']['loss'] < evals[0]['val']['toy_stories']['loss'] - 0.1
@@ -321,13 +326,13 @@ def test_ten_kills(tiny, data_dir, tmp_path):
             while steps_in_log() == 0:
                 time.sleep(0.001)
         elif kill % 2:                                   # during a save, which lasts milliseconds: no sleep
-            while not (out / 'ckpt.tmp').exists() and process.poll() is None:
+            while not (out / 'ckpt.pt.tmp').exists() and process.poll() is None:
                 pass
         else:                                            # anywhere
             steps = at + rng.randint(1, 20)
             while steps_in_log() < steps and process.poll() is None:
                 time.sleep(0.001)
-        during_save += (out / 'ckpt.tmp').exists()
+        during_save += (out / 'ckpt.pt.tmp').exists()
         process.kill()
         process.wait()
         assert (out / 'ckpt.pt').exists() or at == 0     # once there is a checkpoint, there is always one,
@@ -341,7 +346,9 @@ def test_ten_kills(tiny, data_dir, tmp_path):
     logs = [read_log(tmp_path / 'calm'), read_log(out)]
     for record in [*logs[0], *logs[1]]:
         record.pop('tokens_per_s', None)
-    assert logs[0] == logs[1]                            # evaluations too
+        record.pop('seconds')
+    calm, disturbed = ([r for r in log if 'run' not in r] for log in logs)
+    assert calm == disturbed                            # evaluations too
 
 
 @pytest.mark.slow
@@ -388,17 +395,45 @@ def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch):
 
 
 def test_loss_that_is_not_finite(tiny, tmp_path):
-    done = tiny('--max_iters=40', '--learning_rate=1e18', '--grad_clip=0', '--save_interval=1',
+    done = tiny('--max_iters=40', '--learning_rate=1e12', '--grad_clip=0', '--save_interval=1',
                 '--warmup_iters=0', '--weight_decay=0', code=2)
     assert 'not finite' in done.stderr and 'ckpt.pt' in done.stderr and 'Traceback' not in done.stderr
     assert all(w.isfinite().all() for w in weights(tmp_path / 'run').values())
+
+
+def test_a_checkpoint_never_holds_nan(tiny, tmp_path):
+    """With eps = 0 the weights are lost while every loss and gradient is still finite."""
+    told = tiny('--max_iters=9', '--eps=0', '--save_interval=1', '--grad_clip=0', code=2).stderr
+    assert 'a weight is not finite at step 1; no checkpoint was saved yet' in told
+    assert not (tmp_path / 'run' / 'ckpt.pt').exists()
+
+
+def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
+    """Another batch size, or other processes: no chunk twice, none left out, no step back in the schedule."""
+    plan = ['--epochs=0.01', '--save_interval=1']        # 208 chunks
+    tiny(*plan, out='whole')
+    steps = [r for r in read_log(tmp_path / 'whole') if 'loss' in r]
+    assert steps[-1]['chunks'] == 208 and len(steps) == 104
+    tiny(*plan, '--max_iters=40')
+    told = tiny(*plan, '--resume', '--batch_size=5').stdout
+    assert 'resume    a step reads 5 chunks now, 2 before; the data goes on where it stopped' in told
+    tiny(*plan, '--resume', '--batch_size=4')            # 3 chunks are left: no step
+    log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
+    assert [r['iter'] for r in log] == list(range(1, 66))
+    assert [r['chunks'] for r in log] == [*range(2, 81, 2), *range(85, 206, 5)]
+    at = {r['chunks']: r['lr'] for r in steps}           # the rate after so many chunks
+    for a, b in zip(log[39:], log[40:]):
+        if a['chunks'] + 2 in at:
+            assert math.isclose(b['lr'], at[a['chunks'] + 2])
+    assert 'nothing is left to train' in tiny(*plan, '--resume', '--batch_size=5').stdout
+    assert 'from step 65' in tiny(*plan, '--resume', '--max_iters=0').stdout
 
 
 def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
     """Also where every loss is."""
     step = train.train_step
     monkeypatch.setattr(train, 'train_step', lambda *args: (step(*args)[0], torch.tensor(math.inf)))
-    assert 'the loss or its gradient is not finite at step 1' in tiny('--max_iters=3', code=2).stderr
+    assert 'the loss, its gradient or a weight is not finite at step 1' in tiny('--max_iters=3', code=2).stderr
 
 
 def test_finished_runs_are_not_lost(tiny, tmp_path):
@@ -497,6 +532,9 @@ def start(tiny, tmp_path, monkeypatch):
     """A run that starts from others: the model's settings come from the checkpoint."""
     (tmp_path / 'my_surgery.py').write_text(SURGERY)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr('plumbing.models.ROOT', tmp_path)    # where surgeries are looked for
+    for name in ('lora.py', 'moduleformer.py'):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.delitem(sys.modules, 'my_surgery', raising=False)
     rest = [a for a in TINY if a.split('=')[0][2:] not in MoEPConfig.__dataclass_fields__]
 
@@ -521,7 +559,7 @@ def test_init_from_and_surgery(tiny, start, tmp_path):
     widen = [f'--init_from={base}', '--surgery=my_surgery.widen']
     # a surgery with calibration batches and a report, stopped before training, then resumed into training
     done = start(*widen, '--max_iters=0', '--surgery_batches=3')
-    report = read_log(tmp_path / 'new')[0]['surgery']
+    report = read_log(tmp_path / 'new')[1]['surgery']
     assert 'saw 3 batches of (2, 32)' in done.stdout and report in done.stdout
     model, ckpt = load_checkpoint(tmp_path / 'new')
     assert model.config.n_block == 4 and ckpt['iter'] == 0
@@ -562,7 +600,7 @@ def test_what_a_surgery_froze_stays_frozen(tiny, start, tmp_path):
 def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
     base = tmp_path / 'base'
     tiny('--max_iters=1', out='base')
-    no_widn = "no surgery 'my_surgery.widn': my_surgery.py has no function widn; did you mean 'widen'?"
+    no_widn = "no surgery 'my_surgery.widn': my_surgery.py has no function widn of a model; did you mean 'widen'?"
     for args, message in [
             (['--surgery=my_surgery.widn'], no_widn),
             (['--surgery=moduleformer.insert_experts'],
@@ -664,7 +702,7 @@ def test_what_is_said_without_a_terminal(tiny, tmp_path):
     assert 'from step 4: nothing is left to train' in tiny('--max_iters=3', '--resume').stdout
     (tmp_path / 'run' / 'log.jsonl').unlink()
     told = tiny('--max_iters=5', '--resume').stdout
-    assert 'log.jsonl has lost lines since the checkpoint was saved' in told
+    assert 'log.jsonl was damaged: it has lost lines since the checkpoint was saved' in told
 
 
 def test_broken_data(tiny, data_dir, tmp_path):

@@ -25,7 +25,8 @@ from moep import MoEP, MoEPConfig
 from plumbing.cli import Parser, UserError, check_writable, run_main, short, write_json
 from plumbing.data import Data
 from plumbing.machine import Machine, Replay
-from plumbing.settings import make_config, read_settings
+from plumbing.models import make_config
+from plumbing.settings import read_settings
 from train import compile_model, make_optimizer, train_step
 
 ATTENTION = dict(      # the width of a token's query heads in all layers; add your model's here

@@ -1,9 +1,9 @@
-"""Checkpoints without a run: what is read, what may be resumed, and files that are whole or not there.
-tests/test_train.py has the runs."""
+"""Checkpoints without a run: what is believed of them, and the model that is built. tests/test_train.py has
+the runs."""
 
 import dataclasses
 import os
-from types import SimpleNamespace
+import zipfile
 
 import pytest
 import torch
@@ -11,22 +11,13 @@ import torch
 import lora
 import moep
 from plumbing import checkpoint
-from plumbing.checkpoint import (RunFolder, build_model, check_resume, data_folder, find_surgery, freeze,
-                                 load_checkpoint, lock, read_checkpoint, run_tokenizer, save_file)
+from plumbing.checkpoint import (build_model, data_folder, freeze, load_checkpoint, read_checkpoint,
+                                 run_tokenizer)
 from plumbing.cli import UserError
+from plumbing.folder import save_file
 from plumbing.settings import Settings
 
 SMALL = dict(vocab_size=10, block_size=8, n_layer=1, n_embd=8, n_head=1, n_parallel=0)
-
-
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def machine(said):
-    return SimpleNamespace(rank=0, world=1, device=torch.device('cpu'), say=said.append)
 
 
 def state(**changes):
@@ -36,10 +27,8 @@ def state(**changes):
     config, settings = dataclasses.asdict(model.config), dataclasses.asdict(Settings())
     weights = dict(model='moep', config=config, settings=settings, iter=3, tokenizer='its hash',
                    weights=model.state_dict(), words=12.0, adapted=[], frozen=[])
-    return {**weights, 'optimizer': {}, 'data': {}, 'ranks': [{}], 'log_bytes': 0, **changes}
-
-
-# ---- Reading ------------------------------------------------------------------------------------
+    place = dict(epoch=0, position=48, words=12.0, seen=48, unit=16)
+    return {**weights, 'optimizer': {}, 'data': place, 'ranks': [{}], 'log_bytes': 0, **changes}
 
 
 def test_a_folder_or_a_file_is_read(tmp_path):
@@ -92,6 +81,69 @@ def test_a_checkpoint_with_a_part_missing(tmp_path):
         read_checkpoint(tmp_path)
 
 
+def shared(depth):
+    """A list of two lists of two lists ..., which are one: small in a file, endless to walk."""
+    value = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize('changes', [
+    dict(iter=-1), dict(iter='3'), dict(iter=2.5), dict(words=float('nan')), dict(words=[1]), dict(model=3.5),
+    dict(tokenizer=None), dict(config=[1]), dict(config={None: 2}), dict(config=dict(n_layer=10 ** 400)),
+    dict(settings=None), dict(settings=dict(data=[1])), dict(settings=dict(learning_rate=float('inf'))),
+    dict(weights=[]), dict(weights={'a': 3}), dict(frozen=[None]), dict(log_bytes=-1), dict(ranks=[3]),
+    dict(ranks=[]), dict(data=dict(epoch=0)), dict(data=dict(epoch=0, position=-1, words=0.0)),
+    dict(weights=dict(a=torch.zeros(1).expand(10 ** 9))), dict(weights=dict(a=torch.zeros(3, device='meta'))),
+    dict(weights=dict(a=torch.zeros(3).to_sparse())), dict(config=dict(a=shared(60))),
+    dict(adapted=[('lora.merge_lora', {})]), dict(adapted=[('lora.add_lora', dict(rank='a'))]),
+    dict(adapted=[('lora.add_lora', dict(device='cpu'))]), dict(adapted=[('lora.add_lora', dict(only='(.+)+!'))]),
+    dict(adapted=3), dict(adapted=['lora.add_lora'])])
+def test_parts_that_cannot_be(tmp_path, changes):
+    torch.save(state(**changes), tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='ckpt.pt is not a whole checkpoint of this project'):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize('sizes', [
+    dict(n_layer=10 ** 9), dict(vocab_size=10 ** 12), dict(n_embd=10 ** 12), dict(block_size=10 ** 11),
+    dict(n_head=3), dict(n_parallel=-1)])
+def test_no_declared_size_is_allocated(tmp_path, sizes):
+    config = dataclasses.asdict(moep.Config(**SMALL)) | sizes
+    torch.save(state(config=config), tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='do not fit moep.py with its own config'):
+        load_checkpoint(tmp_path)
+
+
+def test_a_bomb_is_not_unpacked(tmp_path):
+    torch.save(state(weights=dict(a=torch.zeros(10 ** 6))), tmp_path / 'plain.pt')
+    with zipfile.ZipFile(tmp_path / 'plain.pt') as plain, \
+            zipfile.ZipFile(tmp_path / 'ckpt.pt', 'w', zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(UserError, match='it unpacks to more than its size'):
+        read_checkpoint(tmp_path)
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    broken = state()
+    broken['weights']['wte.weight'][0, 0] = float('nan')
+    torch.save(broken, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='some of its weights are not finite'):
+        load_checkpoint(tmp_path)
+
+
+def test_runs_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('moep', 'paper/moep'):
+        os.makedirs(f'out/{name}')
+        save_file(state(), tmp_path / f'out/{name}/ckpt.pt')
+    assert read_checkpoint('moep')['folder'] == 'out/moep'
+    with pytest.raises(UserError, match='no checkpoint moepp/ckpt.pt; there are out/moep, out/paper/moep'):
+        read_checkpoint('moepp')
+
+
 def test_weights_that_do_not_fit_the_config():
     ckpt = state(folder='out/x')
     with pytest.raises(UserError, match=r'out/x: its weights do not fit moep.py with n_embd = 16 .it has 8.'):
@@ -129,111 +181,3 @@ def test_the_tokenizer_beside_a_checkpoint(data_dir):
 def test_the_data_of_a_run():
     for data in ('a', {'a': (0.0, 1.0), 'b': (0.0, 0.5)}):
         assert data_folder(dict(settings=dict(data=data, data_dir='data'))).as_posix() == 'data/a'
-
-
-def test_surgeries_by_name():
-    assert find_surgery('add_lora', lora) is lora.add_lora is find_surgery('lora.add_lora', moep)
-    for name, message in {'add_lara': "lora.py has no function add_lara; did you mean 'add_lora'?",
-                          'nowhere.cut': 'nowhere.py has no function cut',
-                          'math.pi': 'math.py has no function pi'}.items():
-        with pytest.raises(UserError, match=message):
-            find_surgery(name, lora)
-
-
-# ---- Resuming -----------------------------------------------------------------------------------
-
-
-def test_what_may_be_resumed(machine, said):
-    corpus = SimpleNamespace(hash='its hash')
-
-    def resume(ckpt, **changes):
-        keys = changes.pop('keys', {})
-        check_resume(ckpt, Settings(out_dir='out/x', **changes), keys, corpus, machine)
-    same = state()
-    same['settings']['out_dir'] = 'out/x'
-    resume(same, resume=True)
-    resume(same, keys=dict(n_embd=8))
-    assert said == []
-    resume(same, learning_rate=0.5)
-    assert said == ['resume    learning_rate was 0.001, is now 0.5']
-    for changes, message in [
-            (dict(seed=7), 'reads its data with seed = 42, not 7'),
-            (dict(surgery='widen'), "started with surgery = None, not 'widen'"),
-            (dict(model='stlm'), 'holds a model of moep.py, but this config trains stlm.py'),
-            (dict(keys=dict(n_embd=16)), 'was trained with n_embd = 8, not 16')]:
-        with pytest.raises(UserError, match=message):
-            resume(same, **changes)
-    weights_only = {key: value for key, value in same.items() if key != 'optimizer'}
-    with pytest.raises(UserError, match='holds weights only; start a new run from it with --init_from'):
-        resume(weights_only)
-
-
-def test_streams_need_as_many_processes_and_rows(machine, said):
-    corpus = SimpleNamespace(hash='its hash')
-    s = Settings(out_dir='out/x', stream=True)
-    two = state(settings=dataclasses.asdict(s), ranks=[{}, {}])
-    with pytest.raises(UserError, match='was trained by 2 processes; its streams need as many'):
-        check_resume(two, s, {}, corpus, machine)
-    one = state(settings=dataclasses.asdict(s))
-    with pytest.raises(UserError, match='reads its data with batch_size = 16, not 4'):
-        check_resume(one, dataclasses.replace(s, batch_size=4), {}, corpus, machine)
-    shuffled = state(settings=dataclasses.asdict(Settings(out_dir='out/x')), ranks=[{}, {}])
-    check_resume(shuffled, Settings(out_dir='out/x'), {}, corpus, machine)
-    assert said == ['resume    there were 2 processes, there are now 1']
-
-
-def test_no_run_is_overwritten_silently(tmp_path, machine, said):
-    def find(**settings):
-        return RunFolder(Settings(out_dir=str(tmp_path), **settings), machine).find()
-    assert find() is None
-    save_file(state(), tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='holds a run already: add --resume .* --overwrite'):
-        find()
-    assert find(overwrite=True) is None and find(max_iters=0) is None and said == []
-    assert find(resume=True)['iter'] == 3
-    (tmp_path / 'ckpt.pt').rename(tmp_path / 'ckpt_1M.pt')
-    assert find(resume=True) is None and 'holds no checkpoint: from the beginning' in said[0]
-
-
-# ---- Writing ------------------------------------------------------------------------------------
-
-
-def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
-    path = tmp_path / 'ckpt.pt'
-    save_file(dict(a=1), path)
-    before = path.read_bytes()
-
-    def full_disk(state, file):
-        file.write(b'half')
-        raise OSError('No space left on device')
-    monkeypatch.setattr(torch, 'save', full_disk)
-    with pytest.raises(UserError, match='ckpt.pt could not be written .No space.* saved before is whole'):
-        save_file(dict(a=2), path)
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ['ckpt.pt']
-
-
-def test_one_writer_at_a_time(tmp_path):
-    fcntl = pytest.importorskip('fcntl')
-    with open(tmp_path / 'log.jsonl', 'a') as mine, open(tmp_path / 'log.jsonl', 'a') as other:
-        lock(mine)
-        with pytest.raises(UserError, match='log.jsonl is being written by another run'):
-            lock(other)
-        fcntl.flock(mine, fcntl.LOCK_UN)
-        lock(other)
-
-
-def test_the_log_is_cut_back_to_the_checkpoint(tmp_path, machine, data_dir, said):
-    corpus = SimpleNamespace(folder=data_dir / 'toy_math')
-    folder = RunFolder(Settings(out_dir=str(tmp_path / 'run')), machine)
-    folder.open(corpus, None)
-    folder.log(1, loss=2.0)
-    kept = folder.log_file.tell()
-    folder.log(2, loss=1.0)
-    folder.log_file.close()
-    (tmp_path / 'run' / 'ckpt.tmp').touch()              # a kill during a save left it
-    folder.open(corpus, dict(log_bytes=kept))
-    folder.log(2, loss=1.5)
-    folder.log_file.close()
-    log = (tmp_path / 'run' / 'log.jsonl').read_text()
-    assert log == '{"iter": 1, "loss": 2.0}\n{"iter": 2, "loss": 1.5}\n' and said == []
-    assert sorted(os.listdir(tmp_path / 'run')) == ['log.jsonl', 'meta.json', 'tokenizer.tiktoken']

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from plumbing.cli import UserError
-from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches, val_batches
+from plumbing.data import Corpus, Data, load_bin, named_sets, route_shares, score_batches, val_batches
 from plumbing.machine import Machine
 from plumbing.settings import Settings
 
@@ -225,14 +226,50 @@ def test_the_model_reads_what_the_data_holds():
     Data(Settings(), c, 8, machine(), slots=1)
 
 
-def test_seams_are_where_an_epoch_starts():
-    d = data(dict(a=np.arange(100)), stream=True, batch_size=2)
-    first, second = (len(d.order(epoch)) // 2 for epoch in (0, 1))
-    seams = []
-    for _ in range(first + second):
-        seams.append(d.at_a_seam())
-        assert np.array_equal(d.next_starts(), d.starts[d.position - 2:d.position])
-    assert [step for step, seam in enumerate(seams) if seam] == [0, first]
+def test_a_stream_reads_one_data_set_per_step():
+    """The sets take turns. Each begins anew once per pass, so that what came before can be forgotten."""
+    sets = dict(a=np.zeros(100), b=np.ones(300))
+    d = data(sets, ranges=dict(a=(0.0, 1.0, 2.0)), stream=True, batch_size=2)
+    last = {}
+    for step in range(len(d.order(0)) // 2 + 1):
+        n, begins = d.next_set()
+        starts = d.next_starts()
+        assert (d.set_of(starts.numpy()) == n).all()
+        assert begins == (n not in last or not np.array_equal(starts, last[n] + d.T))
+        last[n] = starts
+    first = d.order(0).reshape(-1, 2)[:, 0]
+    order = d.set_of(first).tolist()
+    assert order.count(0) >= 10 and 1 <= order[:6].count(0) < 6 and 1 <= order[-6:].count(0) < 6
+
+
+def test_too_much_to_plan():
+    for settings in (dict(epochs=1e9), dict(batch_size=10 ** 10), dict(gradient_accumulation_steps=10 ** 10)):
+        with pytest.raises(UserError, match='too many to plan|too large'):
+            data(dict(a=np.arange(100)), **settings)
+    with pytest.raises(UserError, match='too many to plan'):
+        data(dict(a=np.arange(100)), ranges=dict(a=(0.0, 1.0, 1e12)))
+
+
+def test_the_plan_goes_by_chunks():
+    """Half the batch: twice the steps of what is left; a max_iters counts steps, whatever they hold."""
+    d = data(dict(a=np.arange(1000)), batch_size=10, epochs=2.0)
+    assert d.plan(0) == (24, 24)
+    d.take(100)
+    again = data(dict(a=np.arange(1000)), batch_size=5, epochs=2.0)
+    again.load_state(d.state())
+    assert again.seen == 100 and again.plan(10) == (24, 10 + (d.count_chunks(2.0) - 100) // 5)
+    again.s.max_iters = 12
+    assert again.plan(10) == (12, 12)
+
+
+def test_tokens_that_no_tokenizer_has(tmp_path, data_dir):
+    copy = tmp_path / 'toy_math'
+    shutil.copytree(data_dir / 'toy_math', copy)
+    tokens = np.fromfile(copy / 'val.bin', np.uint16)
+    tokens[7] = 60000
+    tokens.tofile(copy / 'val.bin')
+    with pytest.raises(UserError, match='val.bin holds token 60000, which its tokenizer does not have'):
+        load_bin(copy, 'val')
 
 
 def test_shares_of_routes():

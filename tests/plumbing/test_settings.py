@@ -1,22 +1,22 @@
 """Config files and --key=value: what is read, what is refused, and how it is said."""
 
 import dataclasses
-import os
+import importlib
 
 import pytest
 
 from conftest import ROOT
 from moep import MoEPConfig
 from plumbing.cli import UserError
-from plumbing.settings import (Settings, import_model, make_config, read_command, read_config, read_settings,
-                               sort_keys)
+from plumbing.models import make_config
+from plumbing.settings import Settings, read_command, read_config, read_settings, sort_keys
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py'))
 
 
 def test_help_names_every_setting(run):
     text = run('train.py', 'config/papaformer.py', '--help', here=True).stdout
-    for word in ('learning_rate: float = 1e-3            # of AdamW', 'path_embd', 'python train.py config',
+    for word in ('learning_rate: float = 0.003           # of AdamW', 'weight_decay: float = 0.1', 'path_embd', 'python train.py config',
                  'in papaformer.py', 'in plumbing/settings.py'):
         assert word in text
     for field in dataclasses.fields(Settings):
@@ -65,6 +65,74 @@ def test_what_a_config_may_not_say(tmp_path, text, message):
         read_config(str(tmp_path / 'bad.py'))
 
 
+@pytest.mark.parametrize('value', [
+    '9**9**9', '10**-10**9', '"x" * 10**9', '[0] * 10**9', '-' * 3000 + '1', '(' * 3000 + ')' * 3000, '2**64**2',
+    '[' * 90 + ']' * 90, '1e12 * 10', '1e999 - 1', '(-1)**0.5', '1 / 0', 'dict(**dict(a=1))', '{**{}}', 'f"{1}"',
+    '"a" + "b"', '+'.join('1' * 3000), '{[]: 1}', '10**400'])
+def test_arithmetic_has_a_bound(tmp_path, value):
+    (tmp_path / 'bad.py').write_text(f'epochs = {value}')
+    with pytest.raises(UserError) as told:
+        sort_keys(read_config(str(tmp_path / 'bad.py')), Settings)
+    assert len(str(told.value)) < 200
+    assert read_command([f'--x={value}'])['x'] in (value, 10 ** 400)     # on the command line, a string
+
+
+def test_arithmetic(tmp_path):
+    (tmp_path / 'good.py').write_text('a = -(2**10) * 3 / 4\nb = [1 + 1, (7 // 2, 7 % 2)]\nc = {"x": dict(y=1e-3)}')
+    assert read_config(tmp_path / 'good.py') == dict(a=-768.0, b=[2, (3, 1)], c=dict(x=dict(y=0.001)))
+
+
+def test_types_of_a_model_of_your_own(tmp_path, monkeypatch):
+    """Ordinary annotations are read, also as strings."""
+    (tmp_path / 'mine.py').write_text('''from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+@dataclass
+class Config:
+    widths: list[int] = field(default_factory=list)
+    most: Optional[int] = None
+    pair: tuple[int, float] = (1, 2.0)
+    rates: dict[str, float] = field(default_factory=dict)
+    kind: Literal['a', 'b'] = 'a'
+    on: bool = False
+''')
+    monkeypatch.syspath_prepend(tmp_path)
+    owner = importlib.import_module('mine').Config
+    given = dict(widths=(1e3, 2), most=3.0, pair=[1, 2], rates=dict(x=1), kind='b', on=True)
+    fitted, = sort_keys(given, owner)
+    assert fitted == dict(widths=[1000, 2], most=3, pair=(1, 2.0), rates=dict(x=1.0), kind='b', on=True)
+    assert type(fitted['widths'][0]) is int and sort_keys(dict(most=None), owner) == [dict(most=None)]
+    for wrong in (dict(widths=[1.5]), dict(widths=3), dict(most='x'), dict(rates={'x': 'y'}),
+                  dict(kind='c'), dict(on=1), dict(most=True)):
+        with pytest.raises(UserError, match='is not of type'):
+            sort_keys(wrong, owner)
+
+
+@pytest.mark.parametrize('value', ['float("nan")', '1e999', '-1e999', '1e13', '10**13', '[1e999]'])
+def test_numbers_are_finite(value):
+    number = eval(value)
+    for key in ('learning_rate', 'epochs', 'seed', 'max_iters', 'data', 'checkpoint_words'):
+        with pytest.raises(UserError, match='must be a finite number'):
+            sort_keys({key: number}, Settings)
+    with pytest.raises(UserError, match='aux_weights must be a finite number'):
+        sort_keys(dict(aux_weights=dict(a=number)), Settings)
+
+
+@pytest.mark.parametrize('args, hint', [
+    (['--lr=3'], "unknown key 'lr'; nanoGPT's lr is here learning_rate"),
+    (['--wandb_log=True'], 'the log is log.jsonl'),
+    (['--eval_iters=3'], 'is here eval_tokens'),
+    (['--num_samples=3'], 'is here num, of sample.py'),
+    (['--start=x'], 'is here prompt, of sample.py'),
+    (['--batch_size', '8'], 'write --batch_size=8, without a space'),
+    (['--out_dir', 'config'], 'write --out_dir=config, without a space')])
+def test_what_nanogpt_users_write(args, hint, run):
+    assert hint in run('train.py', *args, code=2).stderr
+    if args[0] in ('--num_samples=3', '--start=x'):
+        assert hint.removeprefix('is here ') in run('sample.py', 'out/x', *args, code=2).stderr
+
+
 def test_a_config_that_is_no_text(tmp_path):
     (tmp_path / 'bad.py').write_bytes(b'x = "\xff"')
     with pytest.raises(UserError, match='it holds no text'):
@@ -82,7 +150,8 @@ def test_a_field_without_a_type_is_told():
 @pytest.mark.parametrize('wrong', [
     'batch_size=0', 'gradient_accumulation_steps=0', 'log_interval=0', 'epochs=0', 'epochs=-1.0',
     'grad_clip=-1.0', 'seed=-1', 'max_iters=-1', 'stride=-5', 'eval_tokens=0', 'beta1=2.0',
-    'checkpoint_words=["1M"]', 'aux_weights={"block_balance": "x"}', 'surgery_args={"n": 2}'])
+    'checkpoint_words=["1M"]', 'checkpoint_words=[1000, 1000.4]', 'out_dir="x.pt"', 'eval_data=[[]]',
+    'init_from=[1.5]', 'aux_weights={"block_balance": "x"}', 'surgery_args={"n": 2}'])
 def test_values_out_of_range(wrong):
     with pytest.raises(UserError):
         read_settings([f'--{wrong}'])
@@ -104,15 +173,3 @@ def test_model_values_out_of_range(wrong):
     key, _, value = wrong.partition('=')
     with pytest.raises(ValueError):
         MoEPConfig(**{key: int(value)})
-
-
-def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
-    """Nothing else is imported, whatever a checkpoint names."""
-    assert import_model('moep').Config is MoEPConfig
-    (tmp_path / 'evil.py').write_text("open('was_here', 'w')\nConfig, Model = None, None\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ('evil', 'os', str(tmp_path / 'evil'), 'plumbing.cli'):
-        with pytest.raises(UserError, match='there is no model file|lacks the line'):
-            import_model(name)
-    assert os.listdir(tmp_path) == ['evil.py']

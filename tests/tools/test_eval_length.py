@@ -10,7 +10,8 @@ import torch
 from conftest import ROOT
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
-from plumbing.settings import make_config, read_settings
+from plumbing.models import make_config
+from plumbing.settings import read_settings
 from plumbing.tokenizer import load_tokenizer
 from tools import eval_length
 

@@ -1,0 +1,210 @@
+"""
+A run's folder: its log, its checkpoints, and what may be resumed.
+
+ckpt.pt holds everything that going on needs: weights, optimiser, place in the data, random states,
+segment memory. ckpt_<words>.pt hold weights only. log.jsonl has one JSON object per line.
+"""
+
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from plumbing.checkpoint import read_checkpoint
+from plumbing.cli import UserError, lock, new_file, parse_json
+from plumbing.tokenizer import copy_tokenizer
+
+
+# ---- Resuming -----------------------------------------------------------------------------------
+
+
+def check_resume(ckpt, s, model_keys, corpus, machine):
+    """A resumed run keeps model, tokenizer and data. Other settings may change, and are told."""
+    if ckpt['model'] != s.model:
+        raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, "
+                        f'but this config trains {s.model}.py')
+    if ckpt['tokenizer'] != corpus.hash:
+        raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
+    if 'optimizer' not in ckpt:
+        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
+                        'start a new run from it with --init_from')
+    for key, value in model_keys.items():
+        has = ckpt['config'].get(key)
+        if has != value and not s.surgery:               # a surgery may have changed it
+            raise UserError(f'{s.out_dir} was trained with {key} = {has!r}, not {value!r}: '
+                            'resume with the same model, or set another --out_dir')
+    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed'}  # data order
+    if s.stream:
+        fixed.add('batch_size')
+    old = ckpt['settings']
+    for key, value in asdict(s).items():
+        before = old[key]
+        if before == value or key in ('resume', 'overwrite'):
+            continue
+        if key in fixed:
+            raise UserError(f'{s.out_dir} reads its data with {key} = {before!r}, not {value!r}: '
+                            'resume with the same, or start a new run from it with --init_from')
+        if key in ('init_from', 'surgery', 'surgery_args'):
+            raise UserError(f'{s.out_dir} started with {key} = {before!r}, not {value!r}: '
+                            'resume with the same')
+        machine.say(f'resume    {key} was {before!r}, is now {value!r}')
+    processes = len(ckpt['ranks'])
+    if processes != machine.world:
+        machine.say(f'resume    there were {processes} processes, there are now {machine.world}')
+    micro = old['gradient_accumulation_steps'] * processes
+    if s.stream and micro != s.gradient_accumulation_steps * machine.world:
+        raise UserError(f'{s.out_dir} reads {micro} micro-batches of streams per step: keep '
+                        'gradient_accumulation_steps x processes')
+
+
+# ---- The folder ---------------------------------------------------------------------------------
+
+
+class RunFolder:
+    """out/<run>. Only the first process writes; another run cannot write at the same time."""
+
+    def __init__(self, s, machine):
+        self.s = s
+        self.machine = machine
+        self.path = Path(s.out_dir)
+        self.began = time.monotonic()
+
+    def find(self):
+        """The checkpoint that --resume goes on from, or None. No run is overwritten silently."""
+        s = self.s
+        writes = s.max_iters != 0 or s.surgery
+        if writes and not (s.resume or s.overwrite) and any(self.path.glob('ckpt*.pt')):
+            raise UserError(f'{self.path} holds a run already: add --resume to go on with it, '
+                            '--overwrite to start anew, or choose another --out_dir')
+        if s.resume and (self.path / 'ckpt.pt').exists():
+            return read_checkpoint(self.path)
+        if s.resume:
+            self.machine.say(f'resume    {self.path} holds no checkpoint: from the beginning')
+
+    def open(self, corpus, ckpt):
+        """Make the folder, or cut the log of the one that is there back to the checkpoint."""
+        if self.machine.rank > 0:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        log = self.path / 'log.jsonl'
+        self.log_file = open(log, 'a', encoding='utf-8')
+        if not lock(self.log_file):
+            raise UserError(f'{log} is being written by another run: wait for it, '
+                            'or set another --out_dir')
+        for pattern in ('*.tmp', 'ckpt*') if self.s.overwrite else ('*.tmp',):
+            for old in self.path.glob(pattern):
+                old.unlink()
+        copy_tokenizer(corpus.folder, self.path)
+        if not ckpt:
+            self.log_file.truncate(0)
+            return
+        kept = log.read_bytes()[:ckpt['log_bytes']]
+        lines = kept.splitlines(keepends=True)
+        whole = b''.join(line for line in lines if is_record(line))
+        if len(whole) < ckpt['log_bytes']:
+            self.machine.say(f'resume    {log} was damaged: it has lost lines since the checkpoint was saved')
+        if whole == kept:
+            self.log_file.truncate(len(whole))
+            return
+        with new_file(log, 'wb') as file:
+            file.write(whole)
+        self.log_file = open(log, 'a', encoding='utf-8')
+        lock(self.log_file)
+
+    def log(self, it, **record):
+        if self.machine.rank == 0:
+            line = json.dumps(dict(iter=it, seconds=round(self.seconds(), 3), **record), default=str)
+            self.log_file.write(line + '\n')
+            self.log_file.flush()
+
+    def seconds(self):
+        """That the run has taken so far, before it was resumed too."""
+        return time.monotonic() - self.began
+
+    def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
+        """With the optimiser: all that going on needs, random states included. Without: weights."""
+        ranks = []
+        if optimizer:
+            kept = {part: move(layers, 'cpu') for part, layers in (memory or {}).items()}
+            ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=kept))
+        if self.machine.rank > 0:
+            return
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
+                     iter=it, tokenizer=corpus.hash, weights=model.state_dict(), words=data.words,
+                     adapted=getattr(model, 'adapted', []), frozen=frozen)
+        if optimizer:
+            state.update(optimizer=optimizer.state_dict(), data=data.state(), ranks=ranks,
+                         log_bytes=self.log_file.tell(), seconds=self.seconds())
+        save_file(state, self.path / name)
+
+    def give_up(self, it):
+        kept = 'no checkpoint was saved yet'
+        if (self.path / 'ckpt.pt').exists():
+            kept = f'the last good checkpoint is {self.path}/ckpt.pt'
+        raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; {kept}; '
+                        'try a lower learning_rate')
+
+    def restore(self, ckpt, model, optimizer, memory):
+        """Put back what the checkpoint holds besides the weights and the place in the data."""
+        machine, s = self.machine, self.s
+        try:
+            self.began -= ckpt.get('seconds', 0)
+            load_optimizer(optimizer, ckpt['optimizer'])
+            ranks = ckpt['ranks']
+            for part in ranks[0]['memory']:              # micro-batches are dealt to processes in turn
+                mine = range(machine.rank, s.gradient_accumulation_steps * machine.world, machine.world)
+                dealt = [ranks[m % len(ranks)]['memory'][part][m // len(ranks)] for m in mine]
+                memory[part] = move(dealt, machine.device)
+                for layers in memory[part]:              # does it fit the model?
+                    idx = torch.zeros(s.batch_size, 1, dtype=torch.long, device=machine.device)
+                    with torch.no_grad(), machine.autocast():
+                        model.eval()(idx, cache=list(layers))
+            model.train()
+            if machine.rank < len(ranks):
+                machine.set_random_state(ranks[machine.rank]['random'])
+            else:                                        # a process that was not there before
+                torch.manual_seed(s.seed + 1 + machine.rank + ckpt['iter'])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            raise UserError(f'{self.path}/ckpt.pt: its weights are whole, but the rest does not fit them; '
+                            f'start a new run from them, with --init_from={self.path}') from None
+
+
+def load_optimizer(optimizer, saved):
+    """The moments are the checkpoint's, the settings today's. torch would load moments of any shape,
+    and crash in the step."""
+    now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+    weights = [p for group in optimizer.param_groups for p in group['params']]
+    for i, moments in saved['state'].items():
+        shapes = {name: value.shape for name, value in moments.items()}
+        shape = weights[i].shape
+        if shapes != dict(step=torch.Size([]), exp_avg=shape, exp_avg_sq=shape):
+            raise ValueError
+    optimizer.load_state_dict(saved)
+    for group, settings in zip(optimizer.param_groups, now):
+        group.update(settings)
+
+
+def move(memory, device):
+    """A copy of keys and values, per micro-batch and layer, on this device."""
+    return [[(k.to(device, copy=True), v.to(device, copy=True)) for k, v in layers] for layers in memory]
+
+
+def is_record(line):
+    """Whether a line of a log is whole."""
+    with contextlib.suppress(ValueError):
+        return line.endswith(b'\n') and isinstance(parse_json(line), dict)
+    return False
+
+
+def save_file(state, path):
+    """Whole or not at all: a kill at any moment leaves the old file or the new one."""
+    try:
+        with new_file(path, 'wb') as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as e:
+        reason = e if isinstance(e, OSError) else 'is the disk full?'
+        raise UserError(f'{path} could not be written ({reason}); what was saved before is whole') from None

@@ -1,0 +1,94 @@
+"""
+Model files: found by name, made from their keys, and sketched without weights. Only files beside
+train.py are ever imported, whatever a config or a checkpoint names.
+"""
+
+import difflib
+import importlib
+import inspect
+import traceback
+from pathlib import Path
+
+import torch
+
+from plumbing.cli import UserError
+
+ROOT = Path(__file__).resolve().parent.parent            # where the model files lie
+
+
+def import_model(name):
+    """The module of a model file: one beside train.py that ends with `Config, Model = ...`."""
+    mark = '\nConfig, Model ='
+    names = [p.stem for p in ROOT.glob('*.py') if mark in p.read_text(encoding='utf-8')]
+    if name in names:
+        return importlib.import_module(name)
+    if (ROOT / f'{name}.py').exists():
+        raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
+    raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
+
+
+def make_config(module, keys):
+    try:
+        return module.Config(**keys)
+    except Exception as e:
+        raise UserError(f'{module.__name__}: {explain(e)}') from None
+
+
+class NoWeights(torch.overrides.TorchFunctionMode):
+    """Draw no random numbers: on the meta device that would load half of torch's compiler."""
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.__name__ == 'normal_':
+            return args[0] if args else kwargs['tensor']
+        return func(*args, **kwargs)
+
+
+def sketch(module, keys, adapt=lambda model: model, most=20_000):
+    """A model without weights. It needs no memory, whatever its size; but of parameters there may be
+    only so many, so that no number of layers takes for ever."""
+    config = make_config(module, keys)
+    count = 0
+
+    def register(*_):
+        nonlocal count
+        count += 1
+        if count > most:
+            raise UserError(f'{module.__name__}: a model of more than {most:,} weights and biases')
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(register)
+    try:
+        with torch.device('meta'), NoWeights():
+            return adapt(module.Model(config))
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f'{module.__name__} with these settings: {explain(e)}') from None
+    finally:
+        hook.remove()
+
+
+def explain(error):
+    """What a model file raises on purpose, in its own words; a bug in it, with its file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == ROOT]
+    if not own or (own[-1] is frames[-1] and own[-1].line.startswith('raise')):
+        return str(error)
+    return f'{Path(own[-1].filename).name}:{own[-1].lineno}: {type(error).__name__}: {error}'
+
+
+def find_surgery(surgery, module):
+    """A function of one or several models, by its name in the model's own file or, as file.name, in
+    another beside train.py. Nothing else is imported."""
+    file, _, name = surgery.rpartition('.')
+    if file.isidentifier() and (ROOT / f'{file}.py').is_file():
+        module = importlib.import_module(file)
+    home = file or module.__name__
+    own = {}
+    if home == module.__name__:
+        own = {key: f for key, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == home}
+    takes = [*inspect.signature(own[name]).parameters][:1] if name in own else []
+    if takes and takes[0] in ('model', 'models', 'paths'):
+        return own[name]
+    near = difflib.get_close_matches(name, own, 1)
+    hint = f"; did you mean '{near[0]}'?" if near else ''
+    raise UserError(f"there is no surgery '{surgery}': "
+                    f'{home}.py has no function {name} of a model{hint}')

@@ -1,0 +1,51 @@
+"""Model files: which are imported, how they are sketched, and how their errors are told."""
+
+import os
+
+import pytest
+
+import lora
+import moep
+from moep import MoEPConfig
+from plumbing.cli import UserError
+from plumbing.models import find_surgery, import_model, sketch
+
+
+def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
+    """Nothing else is imported, whatever a checkpoint names."""
+    assert import_model('moep').Config is MoEPConfig
+    (tmp_path / 'evil.py').write_text("open('was_here', 'w')\nConfig, Model = None, None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ('evil', 'os', str(tmp_path / 'evil'), 'plumbing.cli'):
+        with pytest.raises(UserError, match='there is no model file|lacks the line'):
+            import_model(name)
+    assert os.listdir(tmp_path) == ['evil.py']
+
+
+def test_surgeries_by_name():
+    assert find_surgery('add_lora', lora) is lora.add_lora is find_surgery('lora.add_lora', moep)
+    for name, message in {'add_lara': "lora.py has no function add_lara of a model; did you mean 'add_lora'?",
+                          'nowhere.cut': 'nowhere.py has no function cut',
+                          'math.pi': 'math.py has no function pi',
+                          'shutil.rmtree': 'shutil.py has no function rmtree',   # not beside train.py
+                          'train.main': 'train.py has no function main of a model',
+                          'lora.Counter': 'lora.py has no function Counter'}.items():
+        with pytest.raises(UserError, match=message):
+            find_surgery(name, lora)
+
+
+def test_a_sketch_needs_no_memory():
+    model = sketch(moep, dict(vocab_size=10 ** 9, n_embd=3 * 10 ** 5, n_head=1))
+    assert model.count_params()[0] > 10 ** 14 and model.wte.weight.is_meta
+    with pytest.raises(UserError, match='moep: a model of more than 20,000 weights'):
+        sketch(moep, dict(n_layer=10 ** 9))
+
+
+def test_a_bug_in_a_model_file_is_told_with_its_line(monkeypatch):
+    """What it raises on purpose is told in its own words."""
+    with pytest.raises(UserError, match="^moep: a width of 384 cannot be split into 5 heads$"):
+        sketch(moep, dict(n_head=5))
+    monkeypatch.setattr(moep, 'Block', lambda config, *_: config.no_such_field)
+    with pytest.raises(UserError, match=r"^moep with these settings: moep.py:\d+: AttributeError: .*no_such_field"):
+        sketch(moep, {})
