@@ -109,8 +109,8 @@ def dropout_rate(it, s, max_iters, p):
 
 def compile_model(model):
     """torch.compile, without two of its optimisations that cost more than they save here: the fused
-    gradients of norms were four times as slow, the one-pass softmax twice. Nor its warning of rope's table."""
-    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
+    gradients of norms were four times as slow, the one-pass softmax twice."""
+    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')  # rope
     off = {'triton.mix_order_reduction', 'online_softmax'} & {*torch._inductor.list_options()}
     return torch.compile(model, options=dict.fromkeys(off, False))
 

@@ -15,7 +15,7 @@ import torch
 from plumbing.cli import UserError
 from plumbing.models import explain, find_surgery, import_model, make_config, sketch
 from plumbing.plan import check_size
-from plumbing.settings import LARGEST, Settings, check_numbers, fit, sort_keys
+from plumbing.settings import LARGEST, Settings, fit, sort_keys
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -25,7 +25,7 @@ from plumbing.tokenizer import load_tokenizer
 PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
              frozen=list[str])
-TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int)
+TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int)   # in the data
 ADAPTER = dict(rank=int, alpha=float, dropout=float, only=str | None, also=str | None)
 
@@ -51,16 +51,17 @@ def check_parts(ckpt):
     count_parts(ckpt)
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
-    ckpt = {'adapted': [], 'frozen': [], **ckpt, 'settings': asdict(s)}
+    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
     ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
-    check_numbers('config', ckpt['config'])
+    ckpt['config'], = sort_keys(ckpt['config'], import_model(ckpt['model']).Config)
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
         place = dict(seen=ckpt['iter'] * ckpt['rows'], unit=ckpt['rows'])    # older runs have none
         ckpt['data'] = {key: fit((place | ckpt['data'])[key], kind) for key, kind in PLACE.items()}
-        counts += [ckpt['log_bytes'], ckpt['rows'] - 1, ckpt['data']['unit'] - 1, *ckpt['data'].values()]
+        counts += [ckpt['log_bytes'], ckpt['seconds'], *ckpt['data'].values()]
+        counts += [ckpt['rows'] - 1, ckpt['data']['unit'] - 1]           # at least 1
     if not all(0 <= count <= LARGEST for count in counts):
         raise ValueError
     for adapter in ckpt['adapted']:
@@ -81,7 +82,7 @@ def unpickle(file):
 def count_parts(value, left=10 ** 6):
     """-> how many more parts there may be. A list that holds itself twice, and so on, would never end."""
     if isinstance(value, torch.Tensor):
-        plain = value.layout == torch.strided and value.device.type == 'cpu'
+        plain = value.layout == torch.strided and value.device.type == 'cpu' and not value.is_nested
         if not plain or value.nbytes > value.untyped_storage().nbytes():
             raise UserError('a tensor is declared larger than it is')
     inside = value if isinstance(value, (list, tuple)) else ()
@@ -121,7 +122,7 @@ def build_model(ckpt, **changes):
     weights: no size is allocated that the checkpoint's own weights do not have."""
     module = import_model(ckpt['model'])
     had = ckpt['config']
-    keys, = sort_keys({**had, **changes}, module.Config)
+    keys = {**had, **changes}
 
     def adapt(model):
         for name, args in ckpt['adapted']:               # of which the config knows nothing

@@ -41,6 +41,12 @@ class Parser(argparse.ArgumentParser):
         prog = f'python -m {spec.name}' if spec else None
         super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        if any(arg == '--' or arg.endswith('=--') for arg in args):      # argparse makes a list of it
+            self.error("'--' is no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         for arg in message.split():
             known = NANOGPT.get(arg.lstrip('-').partition('=')[0])
@@ -104,7 +110,10 @@ def short(n):
 
 def check_writable(path):
     """Called before the work whose result goes there."""
-    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+    if not path:
+        return
+    is_lost = os.path.islink(path) and not os.path.exists(path)          # a link that leads nowhere
+    if is_lost or os.path.isdir(path) or not Path(path).absolute().parent.is_dir():
         raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
 
 
@@ -128,7 +137,7 @@ def write_json(path, value):
     if Path(path).exists() and not Path(path).is_file():
         Path(path).write_text(text, encoding='utf-8')
         return
-    with new_file(path) as file:
+    with new_file(os.path.realpath(path)) as file:       # of a link, what it leads to
         file.write(text)
 
 

@@ -139,10 +139,11 @@ class Data:
     def check_length(self):
         """Whether the order of all epochs can be computed in seconds."""
         passes = [passes * self.s.epochs for _, _, passes, _ in self.sets]
-        chunks = [n * (end - begin) / self.stride for n, (begin, end, _, _) in zip(passes, self.sets)]
-        if sum(chunks) > 1e8 or sum(passes) > 1e5:
-            raise UserError(f'{short(self.s.epochs)} epochs of {short(sum(chunks))} chunks in all are too '
-                            'many to plan: set max_iters, and epochs to 1')
+        lengths = [(end - begin) / self.stride for begin, end, _, _ in self.sets]
+        chunks = sum(n * length for n, length in zip(passes, lengths))
+        if chunks > 1e8 or sum(passes) > 1e5:
+            raise UserError(f'{short(self.s.epochs)} epochs, {short(chunks)} chunks in all, are too many '
+                            'to plan: set max_iters, and epochs to 1')
         if self.rows * self.T > 1e9:
             raise UserError(f'a step of {short(self.rows * self.T)} tokens is too large: '
                             'lower batch_size or gradient_accumulation_steps')
@@ -150,11 +151,11 @@ class Data:
     def read_range(self, corpus, name, low, high):
         """The part of a data set from fraction `low` to `high`, cut at ends of documents."""
         tokens = load_bin(corpus.folders[name], 'train')
-        ends = np.flatnonzero(tokens == corpus.tokenizer.eot) + self.slots
+        ends = np.append(np.flatnonzero(tokens == corpus.tokenizer.eot) + self.slots, len(tokens))
         at = {0: 0, 1: len(tokens)}
         for fraction in (low, high):
             if fraction not in at:
-                at[fraction] = np.append(ends, len(tokens))[np.searchsorted(ends, fraction * len(tokens))]
+                at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
         return tokens[at[low]:at[high]]
 
     def order(self, epoch):
@@ -205,7 +206,7 @@ class Data:
         return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
 
     def plan(self, it):
-        """-> the steps of the whole run, of the size that it began with; the step that it ends at."""
+        """-> the steps of the whole run, of the size that it began with; the step it ends at."""
         s = self.s
         if s.max_iters:
             return s.max_iters, s.max_iters
@@ -249,7 +250,7 @@ class Data:
         return x, y.masked_fill(y == self.pad, -1)
 
     def next_set(self):
-        """With `stream`: the data set that the next step reads, and whether it begins there anew."""
+        """With `stream`: the data set that the next step reads, and whether it begins anew."""
         self.turn_over()
         first = self.starts[self.position]
         n = int(self.set_of(first))

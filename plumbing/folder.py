@@ -90,6 +90,8 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         log = self.path / 'log.jsonl'
+        if log.exists() and not log.is_file():
+            raise UserError(f'{log} is no file; set another --out_dir')
         self.log_file = open(log, 'a', encoding='utf-8')
         if not lock(self.log_file):
             raise UserError(f'{log} is being written by another run: wait for it, '
@@ -101,7 +103,8 @@ class RunFolder:
         if not ckpt:
             self.log_file.truncate(0)
             return
-        kept = log.read_bytes()[:ckpt['log_bytes']]
+        with open(log, 'rb') as file:
+            kept = file.read(ckpt['log_bytes'])
         lines = kept.splitlines(keepends=True)
         whole = b''.join(line for line in lines if is_record(line))
         if len(whole) < ckpt['log_bytes']:
@@ -152,7 +155,7 @@ class RunFolder:
         """Put back what the checkpoint holds besides the weights and the place in the data."""
         machine, s = self.machine, self.s
         try:
-            self.began -= ckpt.get('seconds', 0)
+            self.began -= ckpt['seconds']
             load_optimizer(optimizer, ckpt['optimizer'])
             ranks = ckpt['ranks']
             for part in ranks[0]['memory']:              # micro-batches are dealt to processes in turn
@@ -179,7 +182,7 @@ def load_optimizer(optimizer, saved):
     now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in saved['state'].items():
-        shapes = {name: value.shape for name, value in moments.items()}
+        shapes = {name: value.shape for name, value in moments.items() if value.is_floating_point()}
         shape = weights[i].shape
         if shapes != dict(step=torch.Size([]), exp_avg=shape, exp_avg_sq=shape):
             raise ValueError

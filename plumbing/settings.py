@@ -67,7 +67,7 @@ class Settings:
     # how it starts
     resume: bool = False                   # go on from out_dir's checkpoint (start, if there is none)
     overwrite: bool = False                # start anew although out_dir holds a run
-    init_from: str | list[str] | None = None   # start from this run's weights; a list for a surgery of several
+    init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
     surgery: str | None = None             # a function of the model's file, or of lora.py, that rebuilds it
     surgery_args: dict = field(default_factory=dict)
     surgery_batches: int = 8               # val.bin batches for a surgery that asks for `batches`

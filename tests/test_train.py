@@ -433,7 +433,8 @@ def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
     """Also where every loss is."""
     step = train.train_step
     monkeypatch.setattr(train, 'train_step', lambda *args: (step(*args)[0], torch.tensor(math.inf)))
-    assert 'the loss, its gradient or a weight is not finite at step 1' in tiny('--max_iters=3', code=2).stderr
+    told = tiny('--max_iters=3', code=2).stderr
+    assert 'the loss, its gradient or a weight is not finite at step 1' in told
 
 
 def test_finished_runs_are_not_lost(tiny, tmp_path):
@@ -600,7 +601,7 @@ def test_what_a_surgery_froze_stays_frozen(tiny, start, tmp_path):
 def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
     base = tmp_path / 'base'
     tiny('--max_iters=1', out='base')
-    no_widn = "no surgery 'my_surgery.widn': my_surgery.py has no function widn of a model; did you mean 'widen'?"
+    no_widn = "my_surgery.py has no function widn of a model; did you mean 'widen'?"
     for args, message in [
             (['--surgery=my_surgery.widn'], no_widn),
             (['--surgery=moduleformer.insert_experts'],

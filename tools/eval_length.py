@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.checkpoint import build_model, data_folder, read_checkpoint
-from plumbing.cli import Parser, UserError, check_writable, run_main, write_json
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_meta
@@ -52,11 +52,13 @@ def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+', help='run folders, all with the same tokenizer')
     parser.add_argument('--data', help="a data set's folder; the first run's own data if not given")
-    parser.add_argument('--length', type=int,
+    parser.add_argument('--length', type=between(1, 10 ** 6),
                         help="of a window; four times the first run's own if not given")
-    parser.add_argument('--stride', type=int, default=64, help='tokens between starts of windows')
-    parser.add_argument('--bin', type=int, default=64, help='positions per line of the table')
-    parser.add_argument('--batch_size', type=int, default=16)
+    parser.add_argument('--stride', type=between(1, 10 ** 9), default=64,
+                        help='tokens between starts of windows')
+    parser.add_argument('--bin', type=between(1, 10 ** 6), default=64,
+                        help='positions per line of the table')
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16)
     parser.add_argument('--json', help='write the loss at every position there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
@@ -70,8 +72,6 @@ def main():
     ckpts = [read_checkpoint(run) for run in args.runs]
     trained = [ckpt['settings']['seq_len'] or ckpt['config']['block_size'] for ckpt in ckpts]
     length = 4 * trained[0] if args.length is None else args.length
-    if min(length, args.stride, args.bin, args.batch_size) < 1:
-        raise UserError('length, stride, bin and batch_size must be at least 1')
     folder = Path(args.data or data_folder(ckpts[0]))
     meta = load_meta(folder)
     tokens = as_tensor(load_bin(folder, 'val'), machine.device)

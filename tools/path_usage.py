@@ -17,7 +17,7 @@ import torch
 
 from papaformer import path_accuracy, path_usage
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, check_writable, run_main, write_json
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import load_bin
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_meta
@@ -70,8 +70,8 @@ def read_arguments():
     parser.add_argument('run', help='a run folder of a PaPaformer with parallel layers')
     parser.add_argument('--data', nargs='+',
                         help="one data set per path, in order; the paper's prompts if not given")
-    parser.add_argument('--num', type=int, default=500, help='prompts of each data set')
-    parser.add_argument('--length', type=int, default=16, help='tokens in each of them')
+    parser.add_argument('--num', type=between(1, 10 ** 6), default=500, help='prompts of each data set')
+    parser.add_argument('--length', type=between(1, 10 ** 6), default=16, help='tokens in each of them')
     parser.add_argument('--json', help='write shares and accuracy there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
@@ -88,8 +88,8 @@ def main():
                         'only a PaPaformer has paths')
     tokenizer = run_tokenizer(ckpt)
     limit = model.config.block_size
-    if args.num < 1 or args.length < 1 or args.length >= limit:
-        raise UserError(f'num and length must be at least 1, length less than {limit}')
+    if args.length >= limit:
+        raise UserError(f'--length {args.length} must be less than {limit}')
     names = [f'path {i + 1}' for i in range(len(model.config.path_embd))]
     if args.data and len(args.data) > len(names):
         raise UserError(f'{len(args.data)} data sets for {len(names)} paths')

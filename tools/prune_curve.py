@@ -17,7 +17,7 @@ import torch
 
 from moduleformer import count_usage, prune_experts
 from plumbing.checkpoint import data_folder, load_checkpoint
-from plumbing.cli import Parser, UserError, check_writable, run_main, write_json
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, score_batches, val_batches
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
@@ -46,16 +46,14 @@ def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder of a ModuleFormer')
     parser.add_argument('--data', help="a data set's folder; the run's own if not given")
-    parser.add_argument('--thresholds', type=float, nargs='+',
+    parser.add_argument('--thresholds', type=between(0, 1e9, float), nargs='+',
                         help='least frequency of a module that stays')
     parser.add_argument('--normalise', choices=('max', 'sum'), default='max',
                         help="divide frequencies by their pool's largest, or by their sum")
-    parser.add_argument('--batch_size', type=int, default=16)
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16)
     parser.add_argument('--json', help='write the table there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
-    if args.batch_size < 1 or min(args.thresholds or [0]) < 0:
-        raise UserError('batch_size must be at least 1, and thresholds at least 0')
     check_writable(args.json)
     return args
 

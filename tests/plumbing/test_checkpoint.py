@@ -28,7 +28,7 @@ def state(**changes):
     weights = dict(model='moep', config=config, settings=settings, iter=3, tokenizer='its hash',
                    weights=model.state_dict(), words=12.0, adapted=[], frozen=[])
     place = dict(epoch=0, position=48, words=12.0, seen=48, unit=16)
-    return {**weights, 'optimizer': {}, 'data': place, 'ranks': [{}], 'log_bytes': 0, **changes}
+    return {**weights, 'optimizer': {}, 'data': place, 'ranks': [{}], 'log_bytes': 0, 'seconds': 1.0, **changes}
 
 
 def test_a_folder_or_a_file_is_read(tmp_path):
@@ -98,7 +98,8 @@ def shared(depth):
     dict(weights=dict(a=torch.zeros(1).expand(10 ** 9))), dict(weights=dict(a=torch.zeros(3, device='meta'))),
     dict(weights=dict(a=torch.zeros(3).to_sparse())), dict(config=dict(a=shared(60))),
     dict(adapted=[('lora.merge_lora', {})]), dict(adapted=[('lora.add_lora', dict(rank='a'))]),
-    dict(adapted=[('lora.add_lora', dict(device='cpu'))]), dict(adapted=[('lora.add_lora', dict(only='(.+)+!'))]),
+    dict(adapted=[('lora.add_lora', dict(device='cpu'))]),
+    dict(adapted=[('lora.add_lora', dict(only='(.+)+!'))]),
     dict(adapted=3), dict(adapted=['lora.add_lora'])])
 def test_parts_that_cannot_be(tmp_path, changes):
     torch.save(state(**changes), tmp_path / 'ckpt.pt')

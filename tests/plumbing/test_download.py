@@ -13,8 +13,8 @@ import zipfile
 import pytest
 
 import prepare
-from plumbing.cli import UserError
-from plumbing.download import download, fetch_named
+from plumbing.cli import Unpacked, UserError
+from plumbing.download import download, fetch_named, unpack
 from plumbing.tokenizer import EOT
 
 BODY = random.Random(3).randbytes(10000)
@@ -104,12 +104,52 @@ def test_download_fails_clearly(tmp_path):
         download('http://127.0.0.1:9/f', tmp_path / 'f', pause=0)
 
 
-def zipped(files):
+def zipped(files, method=zipfile.ZIP_STORED):
     out = io.BytesIO()
-    with zipfile.ZipFile(out, 'w') as pack:
+    with zipfile.ZipFile(out, 'w', method) as pack:
         for name, text in files.items():
             pack.writestr(name, text)
     return out.getvalue()
+
+
+def test_names_in_an_archive(tmp_path):
+    """Only the last part of a name is used, and only if it is plain."""
+    names = ['../a.txt', '/b.txt', 'c/../../d.jsonl', '..\\e.txt', 'C:\\f.txt', '..', '.txt', 'x/.g.txt', 'h.exe']
+    (tmp_path / 'in').mkdir()
+    path = tmp_path / 'in' / 'pack.zip'
+    path.write_bytes(zipped(dict.fromkeys(names, 'text')))
+    unpack(path)
+    assert sorted(os.listdir(path.with_suffix(''))) == ['a.txt', 'b.txt', 'd.jsonl', 'e.txt', 'f.txt']
+    assert os.listdir(tmp_path) == ['in'] and sorted(os.listdir(tmp_path / 'in')) == ['pack', 'pack.zip']
+
+
+def patched(pack, local, central, value):
+    """One byte of the first file's two headers."""
+    pack = bytearray(pack)
+    pack[local] = pack[pack.index(b'PK\1\2') + central] = value
+    return bytes(pack)
+
+
+PACK = zipped({'a.txt': 'x' * 200000})
+BROKEN = dict(
+    cut=(PACK[:-30], 'not a zip file'),
+    garbage=(b'<html>', 'not a zip file'),
+    bomb=(zipped({'a.txt': 'x' * 200000, 'b.txt': 'x' * 10 ** 6}, zipfile.ZIP_DEFLATED), 'bomb'),
+    bzip2=(zipped({'a.txt': 'x'}, zipfile.ZIP_BZIP2), 'bomb'),
+    unknown=(patched(PACK, 8, 10, 99), 'bomb'),
+    encrypted=(patched(PACK, 6, 8, 1), 'encrypted'),
+    longer=(patched(PACK, 22, 24, 9), 'CRC'))           # than its header says
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_broken_archives(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(Unpacked, 'LARGE', 2 ** 18)
+    content, reason = BROKEN[name]
+    (tmp_path / 'blimp').mkdir()
+    (tmp_path / 'blimp' / 'blimp.zip').write_bytes(content)
+    with pytest.raises(UserError, match=f'blimp.zip cannot be unpacked .*{reason}'):
+        fetch_named('blimp', tmp_path)
+    assert os.listdir(tmp_path / 'blimp') == ['blimp.zip']
 
 
 def served():

@@ -47,5 +47,5 @@ def test_a_bug_in_a_model_file_is_told_with_its_line(monkeypatch):
     with pytest.raises(UserError, match="^moep: a width of 384 cannot be split into 5 heads$"):
         sketch(moep, dict(n_head=5))
     monkeypatch.setattr(moep, 'Block', lambda config, *_: config.no_such_field)
-    with pytest.raises(UserError, match=r"^moep with these settings: moep.py:\d+: AttributeError: .*no_such_field"):
+    with pytest.raises(UserError, match=r'^moep with these settings: moep.py:\d+: AttributeError: '):
         sketch(moep, {})

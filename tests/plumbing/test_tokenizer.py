@@ -1,6 +1,7 @@
 """Every kind of tokenizer, the files they travel in, and the BPE trainer against a slow oracle."""
 
 import json
+import os
 import random
 from collections import Counter
 
@@ -20,6 +21,9 @@ TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
     "and the dog wasn't. It's 1234 o'clock.\n\n  Ünïcode 日本語 🙂🙂\t\n"
 ODD = ['', ' ', '\n', '\r\n', 'a\u2028b\x85c', '🙂👩\u200d👩\u200d👧', EOT, f'x{EOT}y', '\x00\x01', "don't  I'll",
        '   three   ', 'e\u0301 é']
+
+
+BYTES = ranks_blob([bytes([b]) for b in range(256)])
 
 
 def random_text(rng, n):
@@ -94,6 +98,30 @@ def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
         assert ids == theirs.encode_ordinary(text) and tokenizer.decode(ids) == text
         assert tokenizer.eot not in ids and b''.join(tokenizer.token_bytes[i] for i in ids) == text.encode()
     assert tokenizer.decode([200]) == '\ufffd' and tokenizer.decode([tokenizer.eot]) == ''
+
+
+def test_bpe_of_a_million_letters():
+    letters = ''.join(random.Random(0).choices('abcdefgh', k=10 ** 6))
+    assert len(train_bpe({letters: 2, ' ' * 10 ** 6: 2}, 10000)) > 300
+
+
+def test_a_long_text_is_encoded_in_parts():
+    """The ids are those of the whole, since parts end where a pre-token does."""
+    ranks = ranks_blob(train_bpe(Counter(PATTERN.findall(TEXT * 5)), 350))
+    rng = random.Random(4)
+    text = ''.join(rng.choice([TEXT, '  ', '\n', '\x1c', "'s", random_text(rng, 20)]) for _ in range(9000))
+    text += ' ' * 60000 + 'x' * 60000 + '\n' * 60000
+    for tokenizer in (rank_tokenizer(ranks), neox_tokenizer(fake_neox()[0])):
+        assert tokenizer.encode(text) == tokenizer.encode_part(text)
+        assert len(tokenizers.PARTS.findall(text)) > 5
+
+
+@pytest.mark.parametrize('unit', [' ', '\t', '\n', ' \n', 'a', '.', '1', '🙂', ' a'])
+def test_a_million_of_one_kind(unit):
+    """tiktoken's own stack overflows."""
+    text = (unit * 10 ** 6)[:10 ** 6]
+    for tokenizer in (rank_tokenizer(BYTES), neox_tokenizer(fake_neox()[0])):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_pattern_is_gpt2s():
@@ -190,11 +218,18 @@ def test_neox_merges_decide_not_ids():
 
 
 def test_neox_that_is_not():
+    eot = dict(id=0, content=EOT, special=True)
     for changes in [dict(pre_tokenizer={'type': 'Metaspace', 'add_prefix_space': False}),
                     dict(normalizer={'type': 'Lowercase'}), dict(added_tokens=[]),
-                    dict(model={'type': 'Unigram'})]:
+                    dict(model={'type': 'Unigram'}), dict(normalizer='NFC'), dict(added_tokens=[eot, '  ']),
+                    dict(added_tokens=[eot, dict(id=10 ** 12, content='  ', special=False)]),
+                    dict(added_tokens=[eot, dict(id='9', content='  ', special=False)]),
+                    dict(added_tokens=[eot, dict(id=9, content='\ud800', special=False)]),
+                    dict(model=dict(type='BPE', vocab={'a': 1}, merges=[]))]:
         with pytest.raises(UserError):
             neox_tokenizer(fake_neox(**changes)[0])
+    with pytest.raises(UserError, match='nested'):
+        neox_tokenizer(b'[' * 100000)
 
 
 def test_bytes_and_hashes():
@@ -268,6 +303,64 @@ def test_run_folder_stands_alone(tmp_path):
         assert alone.encode('the red') == tokenizer.encode('the red')
     meta = load_meta(tmp_path / 'run_c')
     assert meta['slots'] == 4 and meta['pad'] == 258 and meta['tokenizer']['kind'] == 'chunks'
+
+
+def test_a_copy_is_whole_or_not_there(tmp_path):
+    """It takes the old one's place: what has that open, or a link to it, keeps the old."""
+    for name, kind in (('d', build_tokenizer('bytes')), ('e', rank_tokenizer(BYTES))):
+        write_data_set(tmp_path / name, [('train', 'a'), ('val', 'b')], kind)
+    (tmp_path / 'run').mkdir()
+    copy_tokenizer(tmp_path / 'd', tmp_path / 'run')
+    os.link(tmp_path / 'run/meta.json', tmp_path / 'link')
+    copy_tokenizer(tmp_path / 'e', tmp_path / 'run')
+    assert (tmp_path / 'link').read_bytes() == (tmp_path / 'd/meta.json').read_bytes()
+    assert sorted(os.listdir(tmp_path / 'run')) == ['meta.json', 'tokenizer.tiktoken']
+
+
+BROKEN = [  # where in meta.json, what stands there
+    ('tokenizer', 5), ('tokenizer', None), ('splits', []), ('splits.val', 1), ('tokenizer.kind', 'gpt3'),
+    ('tokenizer.kind', ['bpe']), ('tokenizer.kind', 'bytes'), ('tokenizer.file', '../../secret'),
+    ('tokenizer.file', '/etc/passwd'), ('tokenizer.file', None), ('tokenizer.file', 'tokenizer.json'),
+    ('tokenizer.hash', 5), ('tokenizer.vocab_size', 0), ('tokenizer.vocab_size', 65537),
+    ('tokenizer.vocab_size', '259'), ('tokenizer.vocab_size', 259.0), ('tokenizer.eot', 259),
+    ('tokenizer.eot', -1), ('tokenizer.eot', True), ('tokenizer.base', 'chunks'), ('tokenizer.base', None),
+    ('tokenizer.byte_limit', '4'), ('tokenizer.byte_limit', 10 ** 9), ('tokenizer.byte_limit', 0),
+    ('tokenizer.byte_limit', None), ('tokenizer.byte_limit', 5), ('splits.train.tokens', -1),
+    ('splits.train.tokens', 1e9), ('splits.val.words', '7'), ('splits.val.words', 10 ** 30), ('slots', 4),
+    ('slots', 5.0), ('pad', 0), ('pad', None)]
+
+
+@pytest.mark.parametrize('where, value', BROKEN)
+def test_broken_meta(tmp_path, where, value):
+    write_data_set(tmp_path / 'd', [('train', 'a'), ('val', 'b')], rank_tokenizer(BYTES), byte_limit=4)
+    path = tmp_path / 'd/meta.json'
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(meta, more=[1])))    # what nobody reads may be anything
+    assert load_tokenizer(tmp_path / 'd').kind == 'chunks'
+    *parents, key = where.split('.')
+    inner = meta
+    for parent in parents:
+        inner = inner[parent]
+    for change in (lambda: inner.update({key: value}), lambda: inner.pop(key)):
+        change()
+        path.write_text(json.dumps(meta))
+        with pytest.raises(UserError, match='meta.json is broken'):
+            load_meta(tmp_path / 'd')
+
+
+def test_what_is_no_meta_file(tmp_path):
+    path = tmp_path / 'meta.json'
+    for content in (b'', b'[' * 100000, b'\xff', b'[]', b'5', b'"x"', b'{"tokenizer": NaN}'):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match='meta.json is broken'):
+            load_meta(tmp_path)
+    os.truncate(path, 2 ** 24 + 1)
+    with pytest.raises(UserError, match='larger than 16 MB'):
+        load_meta(tmp_path)
+    path.unlink()
+    os.mkfifo(path)                                      # reading it would wait forever
+    with pytest.raises(UserError, match='meta.json is missing'):
+        load_meta(tmp_path)
 
 
 def test_what_to_do_about_a_missing_data_set(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_dropout_is_off(run, smoke, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('config, args, message', [
     ('moep', ['--length=128'], 'table of 64 positions'),
-    ('moduleformer', ['--length=0'], 'at least 1'),
+    ('moduleformer', ['--length=0'], 'not between 1'),
     ('moduleformer', ['--length=50000'], 'too few'),
     ('moduleformer', ['--data=nothing'], 'nothing'),
     ('stlm_bytes', [], 'chunks of bytes'),

@@ -113,6 +113,8 @@ def test_what_the_model_is_given(monkeypatch):
 
 @pytest.mark.parametrize('name, content, message', [
     ('bad.jsonl', b'{"question": "a", "generated_solution": "1"}\n{"question": "b"}\n', 'bad.jsonl:2'),
+    ('deep.jsonl', b'[' * 100000, 'deep.jsonl:1'),
+    ('half.jsonl', b'{"question": "\\ud800", "generated_solution": "1"}', 'half.jsonl:1'),
     ('empty.jsonl', b'\n', 'no problems'),
     ('none.jsonl', None, 'none.jsonl'),
     ('latin.jsonl', '{"question": "é", "generated_solution": "1"}\n'.encode('latin-1'),

@@ -65,7 +65,7 @@ def test_as_a_user(run, smoke, data_dir, tmp_path):
 
 @pytest.mark.parametrize('args, message', [
     (['--data=nothing'], 'nothing'),
-    (['--batch_size=0'], 'at least 1'),
+    (['--batch_size=0'], 'not between 1'),
     (['--json=/none/c.json'], 'be written'),
     (['--data={data_dir}/toy_bytes'], 'another tokenizer')])
 def test_mistakes(run, folder, data_dir, args, message):

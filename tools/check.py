@@ -1,0 +1,250 @@
+"""
+Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
+
+    python -m tools.check mine                          # mine.py with config/mine.py, if it exists
+    python -m tools.check mine --top_k=1                # any setting, as to train.py
+    python -m tools.check moep --config config/gpt2.py  # another config
+
+It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
+all weights, since a gate that starts at zero hides its faults. The exit code is 1 if one is found.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from copy import deepcopy
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from plumbing.cli import Parser, UserError, run_main
+from plumbing.models import make_config
+from plumbing.settings import read_settings
+
+
+def same(a, b):
+    """Up to the rounding of float32; -inf, the logit of what is impossible, equals -inf."""
+    return torch.allclose(a, b, rtol=0, atol=1e-4 * a[a.isfinite()].abs().max().item())
+
+
+def batch(config):
+    """Random tokens and their targets, (B, T) each; some targets are -1."""
+    x = torch.randint(config.vocab_size - 3, (4, config.block_size + 1))
+    if getattr(config, 'byte_limit', 0):                 # every chunk of bytes has its end
+        x[:, config.byte_limit::config.byte_limit + 1] = config.vocab_size - 3
+    return x[:, :-1], x[:, 1:].masked_fill(torch.rand(4, config.block_size) < 0.1, -1)
+
+
+def rebuild(module, model):
+    """The model as a checkpoint brings it back: from plain values and the state_dict."""
+    json.dumps(asdict(model.config))                     # fails if something is not plain
+    other = module.Model(module.Config(**asdict(model.config)))
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def train(model, optimizer, seed):
+    """Three steps -> their losses, and the logits that the model then has in eval mode."""
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(3):
+        _, loss, aux = model.train()(*batch(model.config))
+        optimizer.zero_grad()
+        (loss + sum(aux.values())).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.eval()(batch(model.config)[0])[0].tolist()
+
+
+def shapes(module, model, x, y):
+    """forward and features return what they should; the loss is the cross-entropy alone"""
+    logits, _, aux = model(x)
+    assert logits.shape == (*x.shape, model.config.vocab_size), 'logits are not (B, T, vocab_size)'
+    assert model.features(x)[0].shape[:-1] == x.shape, 'states of features() are not (B, T, width)'
+    nats = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction='none')
+    each, mean = model(x, y, reduction='none')[1], model(x, y)[1]
+    assert each.shape == y.shape and same(nats, each), "reduction='none' is not cross-entropy, (B, T)"
+    assert same(nats.sum() / (y >= 0).sum(), mean), 'the loss is not the mean cross-entropy alone'
+    for name, value in aux.items():
+        assert value.dim() == 0 and value.isfinite(), f"aux['{name}'] is not one finite number"
+
+
+def causal(module, model, x, y):
+    """no token changes an earlier logit, at any position"""
+    logits, _, _ = model(x[:1])                          # what rows do to each other is `batched`
+    for t in range(1, x.size(1)):
+        changed = x[:1].clone()
+        changed[0, t] = (x[0, t] + torch.randint(1, logits.size(-1), ())) % logits.size(-1)
+        assert same(logits[:, :t], model(changed)[0][:, :t]), \
+            f'token {t} changes earlier logits; look at masks, and at ranks and means over tokens'
+
+
+def cached(module, model, x, y):
+    """with a cache logits are the same, token by token or in parts; so is what generate() takes"""
+    T = x.size(1)
+    parts = (1, T // 2 + 1)
+    if getattr(model.config, 'byte_limit', 0):
+        parts = ()                                       # it has a cache in generate() alone
+    for n in parts:
+        cache = []
+        logits = torch.cat([model(part, cache=cache)[0] for part in x.split(n, 1)], 1)
+        assert same(model(x)[0], logits), \
+            f'with a cache, {n} at a time, logits differ; look at positions, masks, what it holds'
+    for n in (T - 2, T + 5):
+        prompt = x.repeat(1, 2)[:, :n]
+        out = model.generate(prompt, T // 3, temperature=0)
+        assert torch.equal(out[:, :-(T // 3)], prompt), 'generate() does not extend the prompt'
+        wrong = first_wrong(model, out, n, T)
+        with contextlib.suppress(Exception):             # it may be made to read on without end
+            wrong = wrong and first_wrong(model, out, n, 2 * out.size(1))
+        assert not wrong, f'generate(), given {n} tokens, does not take the best one at position ' \
+            f'{wrong}; look at what it drops when block_size = {T} is full'
+
+
+def first_wrong(model, out, n, limit):
+    """The first token after n that is not the best for a model without a cache, or None."""
+    slots = getattr(model.config, 'byte_limit', 0) + 1
+    limit, begin = limit // slots, int(slots > 1)        # chunks of bytes come after a start
+    first = max(0, n // slots + begin - limit)           # chunk, or token, that is read
+    for t in range(n, out.size(1)):
+        if t // slots + begin - first > limit:
+            first = t // slots - limit // 2              # full: it goes on with the last half
+        logits = model(out[:, first * slots:t])[0][:, -1]
+        best, taken = logits.max(-1).values, logits.gather(1, out[:, t:t + 1])[:, 0]
+        if not same(best, taken.where(taken.isfinite(), best)):  # -inf: padding behind a chunk
+            return t
+
+
+def batched(module, model, x, y):
+    """rows have the same logits together and one by one"""
+    alone = torch.cat([model(row[None])[0] for row in x])
+    assert same(alone, model(x)[0]), 'rows change others; look at capacities, ranks, means over tokens'
+
+
+def repeats(module, model, x, y):
+    """two passes in eval mode are equal"""
+    assert same(model(x)[0], model(x)[0]), 'two passes in eval mode differ; is noise drawn there?'
+
+
+def rebuilds(module, model, x, y):
+    """Model(Config(**asdict(config))) loads the weights, and gives the same logits"""
+    assert same(model(x)[0], rebuild(module, model)(x)[0]), 'other logits; is a choice not in the config?'
+
+
+def routes(module, model, x, y):
+    """gates are (B, T, choices), and sum to 1 (at most 1 if the file says: not renormalised)"""
+    found = model.routes(x)
+    least = 0 if 'not renormalised' in Path(module.__file__).read_text(encoding='utf-8') else 1
+    for name, gate in found.items():
+        assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
+        total = gate.sum(-1)
+        assert gate.min() >= 0 and same(total, total.clamp(least, 1)), \
+            f'{name}: gates, at least {gate.min():.3g}, sum to {total.min():.3g} up to {total.max():.3g}; ' \
+            'they should sum to 1, or the file should say that they are not renormalised'
+    return None if found else 'routes() is {}: nothing is chosen'
+
+
+def gradients(module, model, x, y):
+    """every parameter gets a gradient, from the loss or from an auxiliary loss"""
+    before = deepcopy(model.state_dict())
+    train(model, torch.optim.Adam(model.parameters()), seed=1)   # no weight decay: gradients alone
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and p.equal(before[name])]
+    assert not idle, f"no gradient reaches {', '.join(idle[:3])} ({len(idle)} in all); is it used?"
+
+
+def buffers(module, model, x, y):
+    """what training changes are parameters and buffers"""
+    train(model, torch.optim.Adam(model.parameters()), seed=1)
+    other = rebuild(module, model)
+    for its, mine in zip(other.buffers(), model.buffers()):
+        its.copy_(mine)                                  # also what is not saved: that is `resume`
+    a, b = [train(each, torch.optim.Adam(each.parameters()), seed=2) for each in (model, other)]
+    for (name, part), twin in zip(model.named_modules(), other.modules()):
+        for key in vars(part).keys() - vars(torch.nn.Module()):
+            mine, its = repr(vars(part)[key]), repr(vars(twin).get(key))
+            assert mine == its or ' at 0x' in mine, \
+                f'training changes {name}.{key}, which is not saved; use register_buffer'
+    assert a == b, 'training changes something that is not saved; look for globals, use register_buffer'
+
+
+def resume(module, model, x, y):
+    """a run that is saved, rebuilt and resumed has the same losses, bit for bit"""
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, seed=1)
+    other = rebuild(module, model)
+    resumed = torch.optim.Adam(other.parameters())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert train(model, optimizer, seed=2) == train(other, resumed, seed=2), \
+        'losses differ; look for buffers with persistent=False, and for state that is no buffer'
+
+
+def sparse(module, model, x, y):
+    """sparse=True and sparse=False have the same logits and gradients"""
+    if not hasattr(model.config, 'sparse'):
+        return "the config has no field 'sparse'"
+    other = module.Model(replace(model.config, sparse=not model.config.sparse)).eval()
+    other.load_state_dict(model.state_dict())
+    for what in ('logits', 'gradients'):                 # which a step makes visible in logits
+        assert same(model(x)[0], other(x)[0]), f'{what} differ with sparse=True and sparse=False'
+        for each in (model, other):
+            each(x, y)[1].backward()
+            torch.optim.SGD(each.parameters(), lr=1.0).step()
+
+
+def counts(module, model, x, y):
+    """count_params() gives the number of all parameters, and of those that a token uses"""
+    total, active = model.count_params()
+    exact = sum(p.numel() for p in model.parameters())
+    assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
+
+
+CHECKS = (shapes, causal, cached, batched, repeats, rebuilds, routes, gradients, buffers, resume,
+          sparse, counts)
+
+
+def run_check(check, module, config):
+    """-> ok, WRONG or -, and what was found: the check's docstring, or an error and its place"""
+    torch.manual_seed(0)
+    try:
+        model = module.Model(deepcopy(config)).eval()
+        for p in model.parameters():
+            p.data.add_(0.05 * torch.randn_like(p))
+        reason = check(module, model, *batch(config))
+        return ('-', reason) if reason else ('ok', check.__doc__)
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
+        place = f'{Path(module.__file__).name}:{frames[-1].lineno}: ' if frames else ''
+        kind = '' if isinstance(error, AssertionError) else f'{type(error).__name__}: '
+        return 'WRONG', place + kind + ' '.join(str(error).split())[:250]
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('model', help='the model file, without .py')
+    parser.add_argument('--config', help='config/<model>.py if not given')
+    args, extra = parser.parse_known_args()
+    path = Path(args.config or f'config/{args.model}.py')
+    given = [str(path)] if args.config or path.exists() else []
+    s, module, keys = read_settings([*given, *extra, f'--model={args.model}'])
+    if s.init_from:
+        raise UserError(f'{path} starts from another run; check builds fresh models')
+    slots = keys.get('byte_limit', 0) + 1
+    config = make_config(module, dict(vocab_size=256) | keys | dict(block_size=max(2, 48 // slots) * slots))
+    print(f"{args.model}.py with {' '.join([*given, *extra]) or 'the defaults of its Config'}")
+    torch.set_num_threads(1)                             # faster at this size
+    wrong = 0
+    for check in CHECKS:
+        verdict, text = run_check(check, module, config)
+        wrong += verdict == 'WRONG'
+        mark = f'{verdict:5}'
+        if sys.stdout.isatty() and verdict != '-':
+            mark = f'\033[{31 if verdict == "WRONG" else 32}m{mark}\033[0m'
+        print(f'{mark}  {check.__name__:9}  {text}', flush=True)
+    sys.exit(min(wrong, 1))
+
+
+if __name__ == '__main__':
+    run_main(main)
