@@ -3,7 +3,7 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
 
     python eval_blimp.py out/moep                                  # the toy pairs, made if missing
     python eval_blimp.py out/moep --data data/blimp --paradigms    # BLiMP itself, all 67 paradigms
-    python eval_blimp.py out/moep --data data/blimp --mode babylm2025 --subset fast
+    python eval_blimp.py out/moep --data data/blimp_fast --mode babylm2025       # BabyLM's subset
     python eval_blimp.py out/moep --data data/blimp --json blimp.json     # every pair's scores too
     python eval_blimp.py out/moep/ckpt_*.pt out/gpt2 --data data/blimp --plot curve.png
 
@@ -16,13 +16,13 @@ ways, each exactly as an official pipeline does it:
     babylm2025   encode(sentence); the first token is read, but not scored (BabyLM 2025)
 
 For the byte-level model a token is a chunk of bytes. Everything is float32, on a GPU too (no
-autocast, no TF32), so that rounding does not decide close pairs. --data takes any folder of .jsonl
-files whose rows have `sentence_good` and `sentence_bad`; `UID` (else the file's name) is the
-paradigm, `linguistics_term` the phenomenon.
+autocast, no TF32), and sums are float64, so that rounding decides few close pairs. --data takes any
+folder of .jsonl files whose rows have `sentence_good` and `sentence_bad`; `UID` (else the file's
+name) is the paradigm, `linguistics_term` the phenomenon.
 """
 
 import importlib.util
-import json
+import math
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,8 +32,9 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, short, write_json
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main, short,
+                          write_json)
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_meta
 
@@ -52,26 +53,20 @@ class Paradigm:
     bad: list
 
 
-def read_pairs(data, subset='full'):
+def read_pairs(data):
     """{name: Paradigm} of a folder of .jsonl files, or of one such file."""
     data = Path(data)
     files = [data] if data.is_file() else sorted(data.glob('*.jsonl'))
     if not files:
         what = 'no .jsonl file in' if data.is_dir() else 'there is no folder'
         raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp')
-    wanted = read_subset(data, subset)
     paradigms = {}
     for path in files:
         lines = [(number, line) for number, line in read_lines(path) if not line.isspace()]
         if not lines:
             raise UserError(f'{path}: there is no pair in it')
-        chosen = range(len(lines)) if wanted is None else wanted.get(path.stem)
-        if not chosen or max(chosen) >= len(lines) or min(chosen) < 0:
-            raise UserError(f'{path}: --subset {subset} does not fit its {len(lines)} rows')
-        for i, (number, line) in enumerate(lines):
+        for number, line in lines:
             row = read_pair(path, number, line)
-            if i not in chosen:
-                continue
             name = str(row.get('UID') or path.stem)
             if name not in paradigms:
                 paradigms[name] = new_paradigm(row)
@@ -81,27 +76,10 @@ def read_pairs(data, subset='full'):
     return dict(sorted(paradigms.items()))
 
 
-def read_subset(data, subset):
-    """{file name without .jsonl: row numbers}, from a JSON file in the data folder or beside it."""
-    if subset == 'full':
-        return None
-    name = f'blimp_{subset}_pair_ids.json'
-    path = next((p for p in (data / name, data.parent / name) if p.is_file()), None)
-    if path is None:
-        raise UserError(f'--subset {subset} needs {name} in {data} or {data.parent}: '
-                        '{paradigm: [rows, from 0]}')
-    try:
-        subsets = json.loads(path.read_text(encoding='utf-8'))
-        return {key: {int(i) for i in rows} for key, rows in subsets.items()}
-    except (ValueError, TypeError, AttributeError):
-        raise UserError(f'{path} is broken: '
-                        'it should hold {paradigm: [row numbers from 0]}') from None
-
-
 def read_pair(path, number, line):
     """The row of one line, with two sentences that can be scored."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         for key in ('sentence_good', 'sentence_bad'):
             row[key].encode('utf-8')             # JSON can spell half a character; UTF-8 cannot
             if not row[key].strip():
@@ -149,22 +127,12 @@ class Sentences:
         # while they are predicted.
         chunks = -(-(self.length - 1) // slots)
         self.width = np.maximum(chunks * slots, slots)
-
-    def check_length(self, paradigms, limit):
-        """A cut sentence would get the score of another sentence, so nothing is cut."""
-        if self.width.max() <= limit:
-            return
-        for p in paradigms.values():
-            for (path, number), good, bad in zip(p.places, p.good, p.bad):
-                longest = max(self.width[self.number[good]], self.width[self.number[bad]])
-                if longest > limit:
-                    raise UserError(f'{path}:{number}: a sentence needs {longest} tokens of context, '
-                                    f"the model's block_size is {limit}; nothing is cut: "
-                                    'remove it, or train a longer one')
+        self.context = math.inf                          # the smallest of the models that read them
 
     def batches(self, budget):
         """Sentences of similar length, the longest first; at most `budget` tokens with padding."""
-        order = np.argsort(-self.width, kind='stable')
+        fitting = np.flatnonzero(self.width <= self.context)
+        order = fitting[np.argsort(-self.width[fitting], kind='stable')]
         i = 0
         while i < len(order):
             n = max(1, int(budget // self.width[order[i]]))
@@ -172,9 +140,49 @@ class Sentences:
             i += n
 
 
+def read_sentences(paradigms, args):
+    """{tokenizer: Sentences}. A broken checkpoint is reported here, before any is scored."""
+    found = {}
+    for path in args.runs:
+        model, ckpt = load_checkpoint(path)              # for its context; it is scored later
+        key = ckpt['tokenizer']
+        if key not in found:
+            meta = load_meta(ckpt['folder'])
+            slots, pad = meta.get('slots', 1), meta.get('pad', -1)
+            found[key] = Sentences(paradigms, run_tokenizer(ckpt), slots, pad, args.mode)
+        found[key].context = min(found[key].context, model.config.block_size)
+    return found
+
+
+def leave_out_long(paradigms, by_tokenizer, skip_long):
+    """A cut sentence would get the score of another one, so nothing is cut. A pair that is too long
+    for one model is an error, or is left out for all of them -> how many are left out."""
+    total = sum(len(p.places) for p in paradigms.values())
+    long = {}                                            # {(file, line): how long}
+    for p in paradigms.values():
+        for s in by_tokenizer.values():
+            for place, good, bad in zip(p.places, p.good, p.bad):
+                width = max(s.width[s.number[good]], s.width[s.number[bad]])
+                if width > s.context:
+                    long[place] = f'needs {width} tokens of context, block_size is {s.context}'
+    if long and (len(long) == total or not skip_long):
+        (path, number), why = next(iter(long.items()))
+        raise UserError(f'{len(long):,} of {total:,} pairs are too long, the first is {path}:{number} '
+                        f'({why}); --skip_long leaves them out, a larger block_size reads them')
+    for name, p in list(paradigms.items()):
+        kept = [i for i, place in enumerate(p.places) if place not in long]
+        p.places = [p.places[i] for i in kept]
+        p.good = [p.good[i] for i in kept]
+        p.bad = [p.bad[i] for i in kept]
+        if not kept:
+            print(f'{name} is left out: all its pairs are too long')
+            del paradigms[name]
+    return len(long)
+
+
 @torch.inference_mode()
 def score_sentences(model, sentences, budget=1024, device='cpu'):
-    """-> (n,) float32: the log-probability of each sentence."""
+    """-> (n,) float64: the log-probability of each sentence, 0 for those over the context."""
     s = sentences
     flat = torch.from_numpy(np.fromiter(chain.from_iterable(s.ids), np.int64)).to(device)
     length = torch.tensor(s.length, device=device)
@@ -183,7 +191,7 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
     batches = list(s.batches(budget))
     widths = [int(s.width[rows[0]]) for rows in batches]         # the first is the widest
     total = sum(len(rows) * T for rows, T in zip(batches, widths))
-    scores = np.empty(len(s.ids), np.float32)
+    scores = np.zeros(len(s.ids))
     with tqdm(total=total, unit='token', unit_scale=True, smoothing=0, leave=False,
               disable=None) as bar:
         for rows, T in zip(batches, widths):
@@ -195,11 +203,10 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
             is_target = inside & (t >= s.slots) & (ids != s.pad)
             targets = ids.masked_fill(~is_target, -1)
             _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')
-            scores[rows] = -nats.float().sum(1).cpu().numpy()
+            scores[rows] = -nats.cpu().double().sum(1).numpy()
             bar.update(len(rows) * T)                    # tokens as computed, padding included
     if np.isnan(scores).any():
-        raise UserError("the model's probabilities are not numbers (nan): "
-                        'this checkpoint is broken')
+        raise UserError("the model's probabilities are not numbers (nan): this checkpoint is broken")
     return scores
 
 
@@ -227,17 +234,10 @@ def evaluate(paradigms, sentences, scores):
     return result
 
 
-def score_checkpoint(path, paradigms, args, cache):
-    """Everything that --json writes about one checkpoint. cache: {tokenizer: Sentences}"""
+def score_checkpoint(path, paradigms, by_tokenizer, args):
+    """Everything that --json writes about one checkpoint."""
     model, ckpt = load_checkpoint(path, args.device)
-    key = ckpt['tokenizer']
-    if key not in cache:                                 # checkpoints of one run share their sentences
-        tokenizer = run_tokenizer(ckpt)
-        meta = load_meta(ckpt['folder'])
-        slots, pad = meta.get('slots', 1), meta.get('pad', -1)
-        cache[key] = Sentences(paradigms, tokenizer, slots, pad, args.mode)
-    sentences = cache[key]
-    sentences.check_length(paradigms, model.config.block_size)
+    sentences = by_tokenizer[ckpt['tokenizer']]
     fitting = 2 ** 29 // sentences.n_vocab               # (tokens, vocabulary) of float32 in 2 GiB
     useful = sentences.slots * (1024 if args.device == 'cpu' else 32768)
     budget = args.batch_tokens or min(useful, fitting)
@@ -248,7 +248,7 @@ def score_checkpoint(path, paradigms, args, cache):
     for heading, name, names in groups(paradigms):
         means[heading][name] = mean(accuracy, names)
     return dict(checkpoint=str(path), folder=ckpt['folder'], model=ckpt['model'],
-                parameters=model.count_params()[0], tokenizer=key,
+                parameters=model.count_params()[0], tokenizer=ckpt['tokenizer'],
                 iter=ckpt['iter'], words=ckpt['words'],
                 overall=means['']['overall'], fields=means['field'], phenomena=means['phenomenon'],
                 paradigms=result)
@@ -305,13 +305,15 @@ def table(paradigms, columns, all_paradigms):
         yield f'{name:{name_width}}{len(names):9}' + ''.join(cells)
 
 
-def show(paradigms, runs, args):
+def show(paradigms, runs, skipped, args):
     """The learning curve if there are several checkpoints, then one table for all of them."""
     first = runs[0]['paradigms'].values()
     pairs = sum(r['pairs'] for r in first)
     identical = sum(r['identical'] for r in first)
     print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigms, '
-          f'{identical} of identical sentences (a tie is right); mode {args.mode}, subset {args.subset}')
+          f'{identical} of identical sentences (a tie is right); mode {args.mode}')
+    if skipped:
+        print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: they are longer than the context')
     columns = {}
     shorter = {}                                         # one such column per tokenizer
     width = max(len(run['checkpoint']) for run in runs)
@@ -365,8 +367,8 @@ def read_arguments():
     parser.add_argument('--data', type=Path,
                         help='a folder of .jsonl files, or one; the toy pairs if not given')
     parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness')
-    parser.add_argument('--subset', choices=['full', 'filtered', 'fast'], default='full',
-                        help="BabyLM's, from blimp_<subset>_pair_ids.json in or beside the data folder")
+    parser.add_argument('--skip_long', action='store_true',
+                        help="leave out pairs that are longer than the model's context")
     parser.add_argument('--paradigms', action='store_true',
                         help='print every paradigm, not only fields and phenomena')
     parser.add_argument('--json', type=Path, metavar='FILE',
@@ -381,8 +383,8 @@ def read_arguments():
     check_writable(args.plot)
     if args.plot and args.plot.suffix not in ('.png', '.pdf', '.svg', ''):
         raise UserError(f'--plot {args.plot}: the file can be a .png, .pdf or .svg')
-    if args.batch_tokens < 0:
-        raise UserError(f'--batch_tokens {args.batch_tokens}: a positive number, or 0')
+    if not 0 <= args.batch_tokens <= 2 ** 24:
+        raise UserError(f'--batch_tokens {args.batch_tokens}: at most {2 ** 24} (2**24), or 0: automatic')
     if args.plot and not importlib.util.find_spec('matplotlib'):
         raise UserError('--plot needs matplotlib: pip install matplotlib')
     return args
@@ -395,20 +397,18 @@ def main():
     if args.data is None:
         args.data = Path('data/toy_blimp')
         prepare.make_missing_toys(['toy_blimp'])
-    if len(args.runs) > 1:
-        for path in args.runs:
-            read_checkpoint(path)                        # reports a wrong path before any work
-    paradigms = read_pairs(args.data, args.subset)
-    cache = {}
-    runs = [score_checkpoint(path, paradigms, args, cache) for path in args.runs]
+    paradigms = read_pairs(args.data)
+    by_tokenizer = read_sentences(paradigms, args)
+    skipped = leave_out_long(paradigms, by_tokenizer, args.skip_long)
+    runs = [score_checkpoint(path, paradigms, by_tokenizer, args) for path in args.runs]
     folders = [run['folder'] for run in runs]
     runs.sort(key=lambda run: (folders.index(run['folder']), run['words'], run['iter']))
     if args.json:
-        about = dict(data=str(args.data), mode=args.mode, subset=args.subset, device=args.device)
+        about = dict(data=str(args.data), mode=args.mode, device=args.device, skipped=skipped)
         write_json(args.json, dict(about, runs=runs))
     if args.plot:
         plot(runs, args.plot)
-    show(paradigms, runs, args)
+    show(paradigms, runs, skipped, args)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """eval_blimp.py: scores by hand, batches against single sentences, rules for pairs, and what it says to
 mistakes."""
 
+import gzip
 import importlib.util
 import json
 import math
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 import eval_blimp
 import prepare
 from conftest import ROOT
-from eval_blimp import Sentences, evaluate, read_pairs, score_sentences
+from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_sentences
 from moep import MoEP, MoEPConfig
 from plumbing.checkpoint import load_checkpoint
 from plumbing.cli import UserError
@@ -75,7 +76,7 @@ class Bigrams(nn.Module):
 
 
 HALVES = Bigrams({(EOT, ' '): 1 / 2, (EOT, 'a'): 1 / 16, (' ', 'a'): 1 / 2, (' ', 'b'): 1 / 4,
-                  ('a', 'b'): 1 / 8, ('b', 'a'): 1 / 4, ('a', 'a'): 1 / 2})
+                  ('a', 'b'): 1 / 4, ('b', 'a'): 1 / 2, ('a', 'a'): 1 / 2})
 
 
 def tiny_moep(form, seed=0):
@@ -125,18 +126,18 @@ class ChunkModel(nn.Module):
 def test_harness_scores_by_hand():
     """[end-of-text] + ' ab': p(' ') p(a | ' ') p(b | a), the first token of the sentence included."""
     scores = score_texts(HALVES, ['ab', 'ba', 'aab', 'b'])
-    assert scores['ab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 8), abs=1e-6)
-    assert scores['ba'] == pytest.approx(math.log(1 / 2 * 1 / 4 * 1 / 4), abs=1e-6)
-    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 2 * 1 / 8), abs=1e-6)
+    assert scores['ab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 4), abs=1e-6)
+    assert scores['ba'] == pytest.approx(math.log(1 / 2 * 1 / 4 * 1 / 2), abs=1e-6)
+    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 2 * 1 / 2 * 1 / 4), abs=1e-6)
     assert scores['b'] == pytest.approx(math.log(1 / 2 * 1 / 4), abs=1e-6)
 
 
 def test_babylm2025_scores_by_hand():
     """'ab' as it stands: p(b | a) alone; a sentence of one token scores 0."""
     scores = score_texts(HALVES, ['ab', 'ba', 'aab', 'b'], mode='babylm2025')
-    assert scores['ab'] == pytest.approx(math.log(1 / 8), abs=1e-6)
-    assert scores['ba'] == pytest.approx(math.log(1 / 4), abs=1e-6)
-    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 8), abs=1e-6)
+    assert scores['ab'] == pytest.approx(math.log(1 / 4), abs=1e-6)
+    assert scores['ba'] == pytest.approx(math.log(1 / 2), abs=1e-6)
+    assert scores['aab'] == pytest.approx(math.log(1 / 2 * 1 / 4), abs=1e-6)
     assert scores['b'] == 0.0
 
 
@@ -150,8 +151,15 @@ def test_chunk_scores_by_hand():
         assert scores['ab'] == pytest.approx(-scored * math.log(259), abs=1e-4)
 
 
+def test_sums_are_float64():
+    """In float32 there is no number between 2^24 + 2 and 2^24 + 4."""
+    def model(idx, targets, reduction):
+        return None, torch.where(idx == EOT, 2.0 ** 24, 1.0) * (targets >= 0), {}
+    assert score_texts(model, ['abc'])['abc'] == -(2 ** 24 + 3)
+
+
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
-    # ab and ba are a tie in harness mode: 1/32 each; aa is better than both
+    # ab and ba are a tie in harness mode: 1/16 each; aa is better than both
     files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')], wrong=[('ab', 'aa')])
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     sentences = Sentences(paradigms, BYTES)
@@ -171,16 +179,25 @@ def test_shorter_sentence_baseline(tmp_path):
 
 
 @pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
-def test_a_sentence_fits_or_is_an_error_with_its_line(tmp_path, mode, longest):
+def test_a_pair_fits_or_is_told_or_left_out(tmp_path, capsys, mode, longest):
     """At block_size 7: all but the last letter are read, with end-of-text and a space before them or
     without."""
     pairs = [('a', 'b'), ('a' * longest, 'a'), ('a', 'a' * (longest + 1))]
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs[:2]}))
-    Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs}))
-    message = r'p\.jsonl:3: a sentence needs 8 tokens of context.*block_size is 7'
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs, 'q': pairs[2:]}))
+    sentences = Sentences(paradigms, BYTES, mode=mode)
+    sentences.context = 7
+    message = (r'2 of 4 pairs are too long, the first is \S+p\.jsonl:3 '
+               r'\(needs 8 tokens of context, block_size is 7\).*--skip_long')
     with pytest.raises(UserError, match=message):
-        Sentences(paradigms, BYTES, mode=mode).check_length(paradigms, 7)
+        leave_out_long(paradigms, dict(bytes=sentences), skip_long=False)
+    assert leave_out_long(paradigms, dict(bytes=sentences), skip_long=True) == 2
+    assert 'q is left out' in capsys.readouterr().out
+    assert list(paradigms) == ['p'] and paradigms['p'].good == ['a', 'a' * longest]
+    assert max(sentences.width[rows].max() for rows in sentences.batches(100)) == 7
+    assert leave_out_long(paradigms, dict(bytes=sentences), skip_long=False) == 0
+    sentences.context = 0
+    with pytest.raises(UserError, match='2 of 2 pairs are too long'):
+        leave_out_long(paradigms, dict(bytes=sentences), skip_long=True)
 
 
 # ---- Batches ------------------------------------------------------------------------------------
@@ -257,7 +274,7 @@ def test_batches_keep_to_their_budget_and_hold_everything():
     assert all(len(rows) * sentences.width[rows].max() <= 200 for rows in batches)
 
 
-# ---- Groups and subsets -------------------------------------------------------------------------
+# ---- Groups -------------------------------------------------------------------------------------
 
 
 def test_groups_join_what_is_spelt_twice(tmp_path):
@@ -281,20 +298,6 @@ def test_published_columns():
     # as the authors give them
     assert overall == {'5-gram': 61.2, 'LSTM': 69.8, 'GPT-2': 83.0, 'human': 88.6}
     assert eval_blimp.published_columns(['wh_island', 'a_toy_paradigm']) == {}
-
-
-def test_subset(tmp_path):
-    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b'), ('c', 'd'), ('e', 'f')]})
-    with pytest.raises(UserError, match='blimp_fast_pair_ids.json'):
-        read_pairs(data, 'fast')
-    for place in (tmp_path, data):                       # beside the folder, then in it
-        rows = [2, 0] if place == tmp_path else [1]
-        (place / 'blimp_fast_pair_ids.json').write_text(json.dumps({'p': rows}))
-        assert read_pairs(data, 'fast')['p'].good == [['a', 'e'], ['c']][place == data]
-    for broken in ('[1]', '{"p": [3]}', '{"q": [0]}', '{"p": 1}', '{'):
-        (data / 'blimp_fast_pair_ids.json').write_text(broken)
-        with pytest.raises(UserError, match='pair_ids.json is broken|does not fit its 3 rows'):
-            read_pairs(data, 'fast')
 
 
 # ---- The command --------------------------------------------------------------------------------
@@ -352,23 +355,20 @@ def test_one_checkpoint(call, runs, tmp_path):
     assert 'human' not in plain and 'wh_island' not in plain     # not BLiMP; no --paradigms
 
 
-def test_mode_subset_and_groups_reach_the_file(call, runs, tmp_path):
+def test_mode_and_groups_reach_the_file(call, runs, tmp_path):
     areas = dict(p='syntax', q='syntax', r='semantics')
     rows = {}
     for i, (name, area) in enumerate(areas.items()):
         about = dict(UID=name, field=area, linguistics_term=f'of {name}')
         rows[name] = [dict(sentence_good=g, sentence_bad=b, **about) for g, b in random_pairs(9, i)]
     data = write_pairs(tmp_path / 'd', rows)
-    some = [1, 4, 5, 6, 8]
-    (data / 'blimp_fast_pair_ids.json').write_text(json.dumps({name: some for name in areas}))
-    call(runs / 'moep', '--data', data, '--mode', 'babylm2025', '--subset', 'fast',
-         '--json', tmp_path / 'x.json')
+    call(runs / 'moep', '--data', data, '--mode', 'babylm2025', '--json', tmp_path / 'x.json')
     run, = json.loads((tmp_path / 'x.json').read_text())['runs']
     right = {name: run['paradigms'][name]['accuracy'] for name in areas}
     model = tiny_moep('moep', 20)
     for name in areas:
         for side in ('good', 'bad'):
-            texts = [rows[name][i][f'sentence_{side}'] for i in some]
+            texts = [row[f'sentence_{side}'] for row in rows[name]]
             expected = [one_by_one(model, text, 'babylm2025') for text in texts]
             assert run['paradigms'][name][side] == pytest.approx(expected, abs=1e-4)
     assert len(set(right.values())) > 1
@@ -388,6 +388,21 @@ def test_the_byte_level_tokenizer_gives_whole_chunks(tmp_path):
     kind = tokenizer, meta['slots'], meta['pad']
     for text, found in score_texts(model, ['The cat', 'a', 'The dogs see'], *kind).items():
         assert found == pytest.approx(one_by_one(model, text, 'harness', *kind), abs=1e-4)
+
+
+def test_a_pair_too_long_for_one_model_is_left_out_for_all(call, runs, tmp_path):
+    config = MoEPConfig(**{**TINY, 'block_size': 16}, n_parallel=0)
+    state = torch.load(runs / 'gpt2' / 'ckpt.pt')
+    short = runs / 'gpt2' / 'ckpt_short.pt'
+    torch.save(dict(state, config=asdict(config), weights=MoEP(config).state_dict()), short)
+    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b'), ('a', 'b' * 20)]})
+    args = [runs / 'gpt2', short, '--data', data]
+    with pytest.raises(UserError, match='1 of 2 pairs are too long'):
+        call(*args)
+    assert '1 of 2 pairs are left out' in call(*args, '--skip_long', '--json', tmp_path / 'x.json')
+    found = json.loads((tmp_path / 'x.json').read_text())
+    assert found['skipped'] == 1
+    assert [run['paradigms']['p']['lines'] for run in found['runs']] == [[1], [1]]
 
 
 @pytest.fixture
@@ -440,6 +455,7 @@ def test_mistakes_are_one_line_and_exit_2(run, runs, tmp_path, text, message):
     ('{"sentence_good": 3, "sentence_bad": "b"}', ':1: no text in sentence_good'),
     ('{"sentence_good": "a", "sentence_bad": " "}', ':1: no text in sentence_bad'),
     ('{"sentence_good": "a", "sentence_bad": "\\ud800"}', ':1: not a row of JSON in Unicode'),
+    ('{"a":' * 100_000, ':1: .*nested too deeply'),
     ('', 'there is no pair in it'),
 ])
 def test_broken_rows(tmp_path, line, message):
@@ -448,13 +464,23 @@ def test_broken_rows(tmp_path, line, message):
         read_pairs(tmp_path)
 
 
+def test_broken_files(tmp_path):
+    (tmp_path / 'x.jsonl').mkdir()
+    (tmp_path / 'x.gz').write_bytes(gzip.compress(b'{"sentence_good": "a", "sentence_bad": "b"}')[:-9])
+    for data in (tmp_path, tmp_path / 'x.gz'):
+        with pytest.raises(UserError, match='broken or unreadable'):
+            read_pairs(data)
+
+
 def test_other_mistakes(call, runs, tmp_path):
     data = write_pairs(tmp_path / 'd', {'p': [('a', 'b' * 70)]})
     for args, message in (
             ((tmp_path / 'none', '--data', data), 'there is no checkpoint'),
             ((runs / 'moep', runs / 'moep' / 'ckpt_9.pt', '--data', data), 'there is no checkpoint'),
             ((runs / 'moep', '--data', tmp_path / 'none'), 'there is no folder'),
-            ((runs / 'moep', '--data', data), 'p.jsonl:1: .*block_size is 64'),
+            ((runs / 'moep', '--data', data), 'p.jsonl:1 .*block_size is 64'),
+            ((runs / 'moep', '--data', data, '--batch_tokens', 2 ** 24 + 1), 'at most 16777216'),
+            ((runs / 'moep', '--data', data, '--batch_tokens', -1), 'at most 16777216'),
             ((runs / 'moep', '--data', data, '--mode', 'other'), 'invalid choice'),
             ((runs / 'moep', '--data', data, '--device', 'abacus'), "device 'abacus'"),
             ((runs / 'moep', '--data', data, '--json', tmp_path / 'no' / 'x.json'), 'cannot be written'),
@@ -469,7 +495,7 @@ def test_the_wrong_tokenizer_and_nan_are_noticed(call, runs, tmp_path):
     torch.save(dict(state, tokenizer='other'), runs / 'gpt2' / 'ckpt_other.pt')
     with pytest.raises(UserError, match='another tokenizer'):
         call(runs / 'gpt2' / 'ckpt_other.pt', '--data', data)
-    state['weights']['wte.weight'][:] = math.nan
+    state['weights']['wte.weight'][:] = 1e38             # finite, but its squares are not
     torch.save(state, runs / 'gpt2' / 'ckpt_nan.pt')
     with pytest.raises(UserError, match='nan'):
         call(runs / 'gpt2' / 'ckpt_nan.pt', '--data', data)

@@ -10,7 +10,8 @@ from dataclasses import fields
 import pytest
 
 from conftest import ROOT
-from plumbing.settings import Settings, import_model
+from plumbing.models import import_model
+from plumbing.settings import Settings
 from test_style import MODELS
 
 sys.path.insert(0, str(ROOT / 'docs' / 'results'))
@@ -265,38 +266,36 @@ def test_plots_are_drawn(tmp_path):
 
 
 def test_keep_a_run(run, tmp_path):
-    lines = [dict(iter=0, val=dict(x=dict(loss=7.6543210)), routes={})]
-    lines += [dict(iter=i, loss=1 / i, tokens_per_s=100 * i) for i in range(1, 7)]
-    lines += [dict(iter=6, val=dict(x=dict(loss=1.5)), routes={})]
+    about = dict(command='train.py x', parameters=30_240_000, active=23_940_000, trained=14_300_000)
+    lines = [dict(iter=0, seconds=0.0, run=dict(about, torch='2.13.0'))]
+    lines += [dict(iter=0, seconds=1.0, val=dict(x=dict(loss=7.6543210)), routes={})]
+    lines += [dict(iter=i, seconds=20.0 * i, loss=1 / i, tokens_per_s=100 * i) for i in range(1, 7)]
+    lines += [dict(iter=3, seconds=70.0, run=dict(about, command='train.py x --resume'))]
+    lines += [dict(iter=6, seconds=150.0, val=dict(x=dict(loss=1.5)), routes={})]
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'log.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
     scores = dict(checkpoint='out/run/ckpt_1M.pt', iter=6, words=1e6, overall=61.23456,
                   fields=dict(syntax=60.0), phenomena=dict(npi=1.0), paradigms={})
-    for subset in ('fast', 'full'):
-        found = dict(mode='harness', subset=subset, runs=[scores])
-        (tmp_path / f'{subset}.json').write_text(json.dumps(found))
-    size = 'papaformer: 30.24M parameters, 23.94M active per token, 14.30M trained'
-    (tmp_path / 'run.log').write_text(f'a warning\nmodel     {size}\n')
+    for name in ('blimp_fast', 'blimp'):
+        found = dict(data=f'data/{name}', mode='harness', runs=[scores])
+        (tmp_path / f'{name}.json').write_text(json.dumps(found))
     (tmp_path / 'usage.json').write_text('{"accuracy": 0.46650001}')
     out = tmp_path / 'kept' / 'a_1.json'
-    run('docs/results/keep.py', tmp_path / 'run', '--out', out, '--command', 'train.py x', '--every', '3',
-        '--minutes', '2.5', '--blimp', tmp_path / 'fast.json', tmp_path / 'full.json',
-        '--printed', tmp_path / 'run.log', '--with', f"usage={tmp_path / 'usage.json'}")
+    run('docs/results/keep.py', tmp_path / 'run', '--out', out, '--every', '3', '--note', 'one core',
+        '--blimp', tmp_path / 'blimp_fast.json', tmp_path / 'blimp.json',
+        '--with', f"usage={tmp_path / 'usage.json'}")
     kept = json.loads(out.read_text())
-    assert kept['command'] == 'train.py x' and kept['minutes'] == 2.5 and kept['tokens_per_s'] == 350
+    assert kept['command'] == 'python train.py x' and kept['minutes'] == 2.5 and kept['tokens_per_s'] == 350
+    assert kept['note'] == 'one core'
     assert [e['val']['x']['loss'] for e in kept['evaluations']] == [7.6543, 1.5]
-    assert kept['steps'] == [dict(iter=3, loss=0.33333), dict(iter=6, loss=0.16667)]
+    assert [(line['iter'], line['loss']) for line in kept['steps']] == [(3, 0.33333), (6, 0.16667)]
     fast, full = kept['blimp']
+    assert (fast['subset'], full['subset']) == ('fast', 'full')
     assert fast['runs'] == [dict(checkpoint='ckpt_1M.pt', iter=6, words=1e6, overall=61.235,
                                  fields=dict(syntax=60.0))]
     assert full['runs'][0]['phenomena'] == dict(npi=1.0)
     assert (kept['parameters'], kept['active'], kept['trained']) == (30.24e6, 23.94e6, 14.3e6)
     assert kept['usage'] == dict(accuracy=0.4665)
-
-
-def test_a_model_that_trains_whole(tmp_path):
-    (tmp_path / 'run.log').write_text('model     moep: 28.36M parameters, 21.30M active per token\n')
-    assert keep.read_size(tmp_path / 'run.log') == dict(parameters=28.36e6, active=21.3e6, trained=28.36e6)
 
 
 def test_keep_fine_tuning(tmp_path):
