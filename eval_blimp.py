@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main, short,
                           write_json)
 from plumbing.machine import Machine
@@ -144,13 +144,13 @@ def read_sentences(paradigms, args):
     """{tokenizer: Sentences}. A broken checkpoint is reported here, before any is scored."""
     found = {}
     for path in args.runs:
-        model, ckpt = load_checkpoint(path)              # for its context; it is scored later
+        ckpt = read_checkpoint(path)                     # for its context; it is built later
         key = ckpt['tokenizer']
         if key not in found:
             meta = load_meta(ckpt['folder'])
             slots, pad = meta.get('slots', 1), meta.get('pad', -1)
             found[key] = Sentences(paradigms, run_tokenizer(ckpt), slots, pad, args.mode)
-        found[key].context = min(found[key].context, model.config.block_size)
+        found[key].context = min(found[key].context, ckpt['config']['block_size'])
     return found
 
 
