@@ -13,7 +13,6 @@ better one. `majority` is the score of always answering the training set's commo
 """
 
 import copy
-import json
 import math
 import re
 import statistics
@@ -30,7 +29,8 @@ from tqdm import tqdm
 import prepare
 from lora import add_lora, merge_lora
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, short, write_json
+from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main, short,
+                          write_json)
 from plumbing.data import as_tensor, tokens_at
 from plumbing.machine import Machine, Replay
 from plumbing.settings import Settings
@@ -205,7 +205,7 @@ def averages(results, blimp):
 def find_task_files(folder):
     """{task: {'train': files, 'valid': files}} of what a folder holds."""
     found = {}
-    for path in sorted([*folder.glob('*'), *folder.glob('*/*')]):
+    for path in sorted(filter(Path.is_file, [*folder.glob('*'), *folder.glob('*/*')])):
         names = [path.name.split('.')[0], path.parent.name]
         names = [re.sub('[^a-z0-9]', '', name.lower()) for name in names]        # SST-2 -> sst2
         task = next((name for name in names if name in TASKS), None)
@@ -253,7 +253,7 @@ def read_table(path, name):
         values = line.rstrip('\r\n').split('\t')
         if path.suffix == '.jsonl':
             try:
-                row = dict(json.loads(line))
+                row = {**parse_json(line)}
             except (ValueError, TypeError):
                 raise UserError(f'{place}: not a row of JSON, {{"column": value, ...}}')
         elif number == 1 and (name != 'cola' or 'sentence' in values):
@@ -372,7 +372,7 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
 def read_blimp(path, run):
     """The score of a run in what eval_blimp.py --json wrote."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text(encoding='utf-8'))
         if Path(found['data']).name == 'toy_blimp':
             raise UserError(f'{path} holds a score on the toy pairs; the average needs BLiMP itself')
         scores = {Path(r['checkpoint']).resolve(): float(r['overall']) for r in found['runs']}
@@ -404,11 +404,11 @@ def read_arguments():
     least = dict(rank=1, epochs=1, patience=1, batch_size=1, learning_rate=1e-12, num=1, length=8)
     for name, smallest in least.items():
         value = getattr(args, name)
-        if value is not None and not value >= smallest:
-            raise UserError(f'--{name} {value}: it must be at least {smallest}')
+        if value is not None and not smallest <= value <= 10 ** 6:
+            raise UserError(f'--{name} {value}: it must be from {smallest} to 1,000,000')
     if args.seeds:
         seeds = args.seeds.split(',')
-        if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
+        if not all(re.fullmatch('[0-9]{1,18}', seed) for seed in seeds) or len(set(seeds)) < len(seeds):
             raise UserError(f'--seeds {args.seeds}: different whole numbers with commas, as 3,12,42')
         args.seeds = [int(seed) for seed in seeds]
     return args

@@ -12,28 +12,24 @@ folder and renamed when whole. Documents go to a temporary file first and are th
 worker. CRLF becomes \\n and blank lines around a document go; nothing else is changed.
 """
 
-import contextlib
 import functools
+import itertools
 import json
-import lzma
 import multiprocessing
 import os
 import re
 import shutil
 import signal
-import uuid
-import zlib
 from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.cli import Parser, UserError, read_lines, run_main
-from plumbing.download import NAMED, fetch_named
-from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, chunk_tokenizer, load_tokenizer,
-                                rank_tokenizer, ranks_blob, train_bpe)
+from plumbing.cli import Parser, UserError, parse_json, read_lines, run_main
+from plumbing.download import NAMED, fetch_named, new_folder
+from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, chunk_tokenizer,
+                                load_tokenizer, rank_tokenizer, ranks_blob, train_bpe)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 from plumbing.wiki import read_wiki
 
@@ -46,7 +42,7 @@ def read_rows(path, fields):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             text = '\n'.join(row[field] for field in fields)
             text.encode('utf-8')                         # a lone surrogate is no text
         except ValueError as error:
@@ -60,12 +56,19 @@ def read_rows(path, fields):
 
 def read_text(path, split):
     """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
+    lines = (line for _, line in read_lines(path))
     if split == 'auto':
-        head = ''.join(line for _, (_, line) in zip(range(10000), read_lines(path)))
-        split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n\s*\S', head) else 'passage'
+        seen = []
+        room = 2 ** 24
+        while len(seen) < 10000 and room > 0 and (line := next(lines, '')):
+            seen.append(line)
+            room -= len(line)
+        lines = itertools.chain(seen, lines)             # a pipe can be read only once
+        head = ''.join(seen).rstrip()
+        split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n', head) else 'passage'
     parts = []
     size = 0
-    for _, line in read_lines(path):
+    for line in lines:
         *ended, line = line.split(EOT) if split == 'eot' else [line]
         for end in ended:
             yield ''.join(parts) + end
@@ -89,28 +92,29 @@ def read_documents(path, split='auto', fields=('text',)):
         documents = read_rows(path, fields)
     else:
         documents = read_text(path, split)
-    try:
-        for text in documents:
-            if text and not text.isspace():
-                yield text.strip('\n')
-    except (EOFError, lzma.LZMAError, zlib.error, ElementTree.ParseError, OSError) as error:
-        raise UserError(f'{path}: broken or unreadable ({error}); get the file again')
+    return (text.strip('\n') for text in documents if text and not text.isspace())
 
 
 def find_files(inputs):
     """[(split, path)] of files and folders. If some names say train and others val, valid or dev,
     they are believed, and test files stay out. Else all is train, and val is cut from it later."""
     found = []
+    skipped = 0
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
-        paths = sorted(p for p in given.rglob('*') if p.is_file()) if given.is_dir() else [given]
+        inside = sorted(p for p in given.rglob('*') if p.is_file()) if given.is_dir() else [given]
         known = r'\.(txt|jsonl|train|dev|test|xml)(\.gz|\.xz|\.bz2)?$'
-        paths = [path for path in paths if path == given or re.search(known, path.name.lower())]
+        paths = [path for path in inside if path == given or re.search(known, path.name.lower())]
+        skipped += len(inside) - len(paths)
         if not paths:
             raise UserError(f'no .txt or .jsonl file (or .gz, .xz of one) in {given}')
+        if not given.is_dir() and not re.search(known, given.name.lower()):
+            print(f'{given} is read as plain text')
         base = given if len(inputs) == 1 and given.is_dir() else given.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
+    if skipped:
+        print(f'{skipped:,} other files are skipped: .txt and .jsonl (or .gz, .xz of them) are read')
     if {'train', 'val'} <= {role for role, _ in found}:
         return [(role or 'train', path) for role, path in found if role != 'test']
     return [('train', path) for _, path in found]
@@ -125,29 +129,6 @@ def role_of(path):
 
 # ---- Documents -> a data set --------------------------------------------------------------------
 
-@contextlib.contextmanager
-def new_folder(target, overwrite=False):
-    """A hidden folder that takes the name `target` if the block ends well, and vanishes if not."""
-    if target.exists() and not overwrite:
-        raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
-    ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
-    others = [p for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
-    if target.is_file() or others:
-        raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it')
-    work = target.parent / f'.{target.name}.{uuid.uuid4().hex[:12]}'
-    try:
-        work.mkdir(parents=True)
-        yield work
-        old = target.rename(f'{work}.old') if target.exists() else None
-        work.rename(target)
-        if old:
-            shutil.rmtree(old)                           # only now that the new one stands
-    except OSError as error:
-        raise UserError(f'{target} could not be written ({error})')
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None,
                    jobs=None, overwrite=False, source=(), settings=None):
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
@@ -160,7 +141,8 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
         if not spans['train']:
-            raise UserError('the corpus is empty, or one document that cannot be cut; see --split')
+            raise UserError('there is no text to train on: the input is empty, or one document that '
+                            'cannot be cut; see --split')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
         if byte_limit is not None:
@@ -217,12 +199,18 @@ def parallel(function, folder, tasks, jobs):
     if jobs == 1:
         yield from map(function, tasks)
         return
-    with multiprocessing.Pool(jobs, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    with multiprocessing.Pool(jobs, start_worker) as pool:
         yield from pool.imap(function, tasks)
 
 
+def start_worker():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)        # so the pool ends its workers
+
+
 def count_words(texts):
-    return Counter(word for text in texts for word in PATTERN.findall(text))
+    parts = (part for text in texts for part in PARTS.findall(text))     # one text may have 64 MB
+    return Counter(word for part in parts for word in PATTERN.findall(part))
 
 
 def count_batch(folder, spans):
@@ -246,7 +234,10 @@ def encode_batch(folder, spans):
     """Some documents' ids as bytes, their words, their size."""
     tokenizer = cached_tokenizer(folder)
     texts = list(read_spans(folder, spans))
-    ids = [np.array(tokenizer.encode(text) + tokenizer.end, dtype=np.uint16) for text in texts]
+    ids = []
+    for text in texts:
+        ids += [np.array(tokenizer.encode(part), dtype=np.uint16) for part in PARTS.findall(text)]
+        ids.append(np.array(tokenizer.end, dtype=np.uint16))
     words = sum(len(text.split()) for text in texts)
     return np.concatenate(ids).tobytes(), words, sum(size for _, size in spans)
 
@@ -258,7 +249,7 @@ def encode_split(work, split, spans, end, jobs):
     with open(work / f'{split}.bin', 'wb') as file, \
             tqdm(total=whole, unit='B', unit_scale=True, desc=split, leave=False, disable=None) as bar:
         file.write(np.array(end, dtype=np.uint16).tobytes())
-        for ids, words, size in parallel(encode_batch, work, batches(spans, 2 ** 20), jobs):
+        for ids, words, size in parallel(encode_batch, work, batches(spans, 2 ** 20 // len(end)), jobs):
             total.update(tokens=file.write(ids) // 2, words=words, bytes=size)
             bar.update(size)
     return dict(total)
@@ -328,6 +319,8 @@ def land_pairs(target, inputs, expected, overwrite):
         if not files or expected and sizes != [1000] * 67:
             raise UserError(f'{len(files)} files with {sum(sizes):,} pairs; {expected or "no .jsonl file"}')
         for path in files:
+            if (work / path.name).exists():
+                raise UserError(f'two files are named {path.name}; prepare their folders apart')
             shutil.copyfile(path, work / path.name)
     print(f'{target}: {sum(sizes):,} pairs in {len(files)} files')
 
@@ -357,14 +350,16 @@ def read_arguments(argv):
         return args
     if args.what in NAMED:
         args.name = args.name or args.what
-    if not re.fullmatch(r'\w[\w.-]*', args.name or ''):
-        raise UserError(f'--name {args.name or "is missing"}: a name of letters, digits, _ . - is needed')
+    if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
+        raise UserError(f'--name {args.name or "is missing"}: up to 100 letters, digits, _ . - are needed')
     if args.what == 'text' and not args.input:
         raise UserError('--input is missing: files or folders with .txt or .jsonl text')
     if args.tokenizer and args.vocab_size:
         raise UserError('--vocab_size trains a tokenizer, --tokenizer names one: give one')
     if args.vocab_size is not None and not 257 <= args.vocab_size <= 65536:
         raise UserError(f'--vocab_size {args.vocab_size}: 257 to 65,536 are possible')
+    if args.chunks and not 1 <= args.byte_limit <= 255:
+        raise UserError(f'--byte_limit {args.byte_limit}: 1 to 255 are possible')
     if not 0 < args.val_fraction < 1:
         raise UserError(f'--val_fraction {args.val_fraction}: between 0 and 1, as 0.01')
     return args
@@ -381,7 +376,7 @@ def main(argv=None):
     if args.what == 'blimp':
         return land_pairs(target, inputs, '' if args.input else 'BLiMP has 67 of 1,000', args.overwrite)
     files = find_files(inputs)
-    if any(target.resolve() in path.resolve().parents for _, path in files):
+    if any(Path(os.path.realpath(target)) in Path(os.path.realpath(path)).parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be overwritten; choose another --name')
     preset = NAMED[args.what][0] if args.what in NAMED else {}
     known = args.tokenizer or (None if args.vocab_size else preset.get('tokenizer'))

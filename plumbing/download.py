@@ -1,10 +1,11 @@
 """
-Downloads, and where the named data sets come from.
+Downloads, where the named data sets come from, and folders that are whole or not there.
 
 A file arrives as name.part and takes its name when it is whole and its checksum right. After a
 broken connection a download goes on where it stopped.
 """
 
+import contextlib
 import hashlib
 import http.client
 import re
@@ -13,13 +14,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 import zipfile
 import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
-from plumbing.cli import UserError
+from plumbing.cli import Unpacked, UserError, lock
 
 STORIES = 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories-'
 MATH = 'https://huggingface.co/datasets/nvidia/OpenMathInstruct-1/resolve/main/correct_solutions/'
@@ -50,9 +52,8 @@ def fetch_named(name, raw, base=None, pause=1.0):
         if path.suffix == '.zip' and not path.with_suffix('').exists():
             try:
                 unpack(path)
-            except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-                path.unlink()
-                raise UserError(f'{url}: not a whole zip file ({error}); it was deleted, try again')
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
+                raise UserError(f'{path} cannot be unpacked ({error}); delete it and try again')
     return [folder]
 
 
@@ -131,12 +132,56 @@ def receive(url, part):
 
 
 def unpack(path):
-    """The text files of name.zip into the folder name, which takes its name when it is whole."""
-    work = path.with_suffix('.unpacking')
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    with zipfile.ZipFile(path) as pack:
-        for member in pack.namelist():
-            if re.search(r'\.(txt|train|dev|jsonl)$', member) and '__MACOSX' not in member:
-                (work / Path(member).name).write_bytes(pack.read(member))
-    work.rename(path.with_suffix(''))
+    """The text files of name.zip into the folder name."""
+    room = max(Unpacked.LARGE, Unpacked.RATIO * path.stat().st_size)
+    with new_folder(path.with_suffix('')) as work, zipfile.ZipFile(path) as pack:
+        for member in pack.infolist():
+            name = re.split(r'[/\\]', member.filename)[-1]
+            if not re.fullmatch(r'\w[\w .-]*\.(txt|train|dev|jsonl)', name):
+                continue
+            room -= member.file_size
+            if room < 0 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile('a bomb, or packed in a way that bombs are')
+            with pack.open(member) as source, open(work / name, 'wb') as target:
+                shutil.copyfileobj(source, target)       # no more bytes than it declares
+
+
+@contextlib.contextmanager
+def new_folder(target, overwrite=False):
+    """A hidden folder that takes the name `target` if the block ends well, and vanishes if not."""
+    clear_away(target)
+    if target.exists() and not overwrite:
+        raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
+    ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
+    others = [p for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
+    if target.is_file() or others:
+        raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it')
+    work = target.parent / f'.{target.name}.{uuid.uuid4().hex[:12]}'
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(f'{work}.lock', 'w') as file:
+            lock(file)
+            work.mkdir()
+            yield work
+            if target.exists():
+                target.rename(f'{work}.old')
+            work.rename(target)
+    except OSError as error:
+        raise UserError(f'{target} could not be written ({error})')
+    finally:
+        clear_away(target)
+
+
+def clear_away(target):
+    """What this process and killed ones left of their work: nobody holds its lock. If there is no new
+    data set in its place, the old one comes back."""
+    for path in target.parent.glob(f'.{target.name}.{"?" * 12}.lock'):
+        with open(path, 'a') as file:
+            if not lock(file):
+                continue
+        old = path.with_suffix('.old')
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(path.with_suffix(''), ignore_errors=True)
+        path.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import json
 import re
-import shutil
 import unicodedata
 from collections import defaultdict
 from pathlib import Path
@@ -19,13 +18,16 @@ from pathlib import Path
 import regex                    # GPT-2's pattern needs \p{L}, which re lacks; tiktoken brings it
 import tiktoken
 
-from plumbing.cli import UserError
+from plumbing.cli import UserError, new_file, parse_json
 from plumbing.download import NAMED
 from plumbing.toy import TOYS
 
 EOT = '<|endoftext|>'
 # GPT-2's pattern
 PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+# tiktoken's stack overflows in a million spaces, so it gets a text in parts, cut in front of a space:
+# there a pre-token ends, and the ids are those of the whole. A longer run is cut wherever it may be.
+PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -35,9 +37,9 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 class Tokenizer:
     """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document."""
 
-    def __init__(self, kind, encode, token_bytes, eot, file=None, blob=b'', order=(), end=None, **extra):
+    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None, **extra):
         self.kind = kind
-        self.encode = encode
+        self.encode_part = encode_part
         self.token_bytes = token_bytes
         self.eot = eot
         self.end = end or [eot]
@@ -50,6 +52,9 @@ class Tokenizer:
                             '65,536 is the most')
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text):
+        return [i for part in PARTS.findall(text) for i in self.encode_part(part)]
 
     def decode_bytes(self, ids):
         known = [i for i in ids if i < self.n_vocab]     # a model may pad its vocabulary
@@ -93,7 +98,7 @@ def rank_tokenizer(blob):
 def neox_tokenizer(blob):
     """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
     try:
-        spec = json.loads(blob)
+        spec = parse_json(blob)
         model, pre = spec['model'], spec['pre_tokenizer']
         normal = (spec.get('normalizer') or {}).get('type')
         kinds = model['type'], pre['type'], pre['add_prefix_space'], normal or 'NFC'
@@ -111,12 +116,18 @@ def neox_tokenizer(blob):
         order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
         ranks = {token: i for i, token in enumerate(order)}
         to_id = [ids[token] for token in order]
-    except (ValueError, KeyError, TypeError) as error:
+        longest_first = sorted(added, key=len, reverse=True)
+        runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
+        token_of = {i: token for token, i in ids.items()}
+        token_of |= {i: content.encode() for content, i in added.items()}
+        numbers = [*token_of, *special.values()]
+        found = {0xC0, 0xC1, *range(0xF5, 256), *b''.join(single)}   # UTF-8 has no use for the first 13
+        if len(found) < 256 or not all(is_number(i, 0, 65535) for i in numbers):
+            raise ValueError('it lacks bytes, or ids from 0 to 65,535')
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f'tokenizer.json: a byte-level BPE with {EOT}, as GPT-NeoX has it, '
                         f'is needed ({error!r})')
     bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens={})
-    longest_first = sorted(added, key=len, reverse=True)
-    runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
 
     def encode(text):
         out = []
@@ -126,9 +137,7 @@ def neox_tokenizer(blob):
             else:
                 out += [to_id[rank] for rank in bpe.encode_ordinary(piece)]
         return out
-    token_of = {i: token for token, i in ids.items()}
-    token_of |= {i: content.encode() for content, i in added.items()}
-    token_bytes = [token_of.get(i, b'') for i in range(1 + max([*token_of, *special.values()]))]
+    token_bytes = [token_of.get(i, b'') for i in range(1 + max(numbers))]
     return Tokenizer('neox', encode, token_bytes, eot, 'tokenizer.json', blob, order)
 
 
@@ -142,8 +151,8 @@ def byte_letters():
 def chunk_tokenizer(base, byte_limit):
     """The byte-level model's symbols: 0-255 bytes, 256 end-of-chunk, 257 end-of-text, 258 padding.
     Every token of `base` becomes a chunk of byte_limit + 1 slots, a longer token several chunks."""
-    if base.kind == 'chunks' or byte_limit < 1:
-        raise UserError('--chunks needs a tokenizer of whole tokens and a --byte_limit of at least 1')
+    if base.kind == 'chunks' or not 1 <= byte_limit <= 255:
+        raise UserError('--chunks needs a tokenizer of whole tokens and a --byte_limit of 1 to 255')
 
     def chunks(token):
         symbols = []
@@ -185,26 +194,52 @@ def choose_tokenizer(name):
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, as data/toy_stories')
-    return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
+    return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', read_small(path))
 
 
 # ---- Their files --------------------------------------------------------------------------------
 
 
+FILES = dict(bpe='tokenizer.tiktoken', gpt2='tokenizer.tiktoken', neox='tokenizer.json', bytes=None)
+
+
+def is_number(value, least, most):
+    return type(value) is int and least <= value <= most
+
+
+def read_small(path):
+    if path.stat().st_size > 2 ** 24:
+        raise UserError(f'{path} is larger than 16 MB: no tokenizer of up to 65,536 tokens is')
+    return path.read_bytes()
+
+
 def load_meta(folder):
-    """meta.json of a data set or a run."""
+    """meta.json of a data set or a run. Every entry that is read anywhere is checked here."""
     path = Path(folder) / 'meta.json'
+    if not path.is_file():                               # a FIFO would wait forever
+        raise UserError(f'{path} is missing; {how_to_make(Path(folder))}')
     try:
-        meta = json.loads(path.read_text(encoding='utf-8'))
-        for key in ('kind', 'file', 'hash', 'vocab_size', 'eot'):
-            meta['tokenizer'][key]
-        for split in ('train', 'val'):
-            meta['splits'][split]['tokens'], meta['splits'][split]['words']
-        return meta
-    except OSError:
-        raise UserError(f'{path} is missing; {how_to_make(Path(folder))}') from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f'{path} is broken; delete {folder} and make it again with prepare.py')
+        meta = parse_json(read_small(path))
+        spec = meta['tokenizer']
+        splits = [meta['splits']['train'], meta['splits']['val']]
+        is_chunks = spec['kind'] == 'chunks'
+        kind = spec['base'] if is_chunks else spec['kind']
+        limit = spec['byte_limit'] if is_chunks else 0
+        pad = 258 if is_chunks else -1
+        numbers = [                                      # value, the least it may be, the most
+            (spec['vocab_size'], 1, 65536),
+            (spec['eot'], 0, spec['vocab_size'] - 1),
+            (limit, int(is_chunks), 255),
+            (meta.get('slots', 1), limit + 1, limit + 1),
+            (meta.get('pad', -1), pad, pad),
+            *((split[what], 0, 2 ** 48) for split in splits for what in ('tokens', 'words'))]
+        right_file = spec['file'] == FILES[kind]         # no other path is ever read or written
+        whole = right_file and isinstance(spec['hash'], str) and all(is_number(*row) for row in numbers)
+    except (ValueError, LookupError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f'{path} is broken; copy it from the data set, or make that again with prepare.py')
+    return meta
 
 
 def how_to_make(folder):
@@ -237,7 +272,7 @@ def load_tokenizer(folder):
         raise UserError(f'{path} is missing; copy it from the data set, '
                         'or make that again with prepare.py')
     base, byte_limit = spec.get('base'), spec.get('byte_limit')
-    tokenizer = build_tokenizer(spec['kind'], path.read_bytes(), base, byte_limit)
+    tokenizer = build_tokenizer(spec['kind'], read_small(path), base, byte_limit)
     if tokenizer.hash != spec['hash']:
         raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
     return tokenizer
@@ -245,9 +280,9 @@ def load_tokenizer(folder):
 
 def copy_tokenizer(source, target):
     """From a data set's folder into a run's."""
-    for name in ('meta.json', load_meta(source)['tokenizer']['file']):
-        if name:
-            shutil.copyfile(Path(source) / name, Path(target) / name)
+    for name in filter(None, ('meta.json', load_meta(source)['tokenizer']['file'])):
+        with new_file(Path(target) / name, 'wb') as file:
+            file.write((Path(source) / name).read_bytes())
 
 
 # ---- The BPE trainer ----------------------------------------------------------------------------
@@ -259,7 +294,7 @@ def train_bpe(counts, vocab_size):
     is not merged. A merge touches only words with the pair, and updates their pairs' counts."""
     vocab = [bytes([b]) for b in range(256)]
     rank = {token: i for i, token in enumerate(vocab)}
-    words = [list(word.encode('utf-8')) for word in counts]
+    words = [list(word.encode('utf-8')[:256]) for word in counts]  # real ones have some 100 at most
     weights = list(counts.values())
     pairs = defaultdict(int)
     where = defaultdict(list)                    # words that hold a pair, or held it once
@@ -281,7 +316,7 @@ def train_bpe(counts, vocab_size):
         if new == len(vocab):
             vocab.append(token)
         grown = set()
-        for w in where.pop(pair):
+        for w in set(where.pop(pair)):
             ids = words[w]
             merged = merge(ids, *pair, new)
             if len(merged) == len(ids):

@@ -1,31 +1,46 @@
 """Articles of a Wikimedia dump as plain text."""
 
-import bz2
 import html
+import io
+import lzma
 import re
+import zlib
 from xml.etree import ElementTree
 
-# Each is applied until nothing is left, since markup nests.
+from plumbing.cli import Unpacked, UserError
+
+# Each takes away what lies innermost, then what lies around it. None looks past the next opening of its
+# own kind: else every one of a million that never close would be sought to the end.
+INSIDE = r'(?:(?!\[\[|\]\]).)*+'
 WIKITEXT = [(re.compile(pattern), new) for pattern, new in [
-    (r'(?s)\n==\s*(?:References|Other websites|Related pages|Notes|Sources)\s*==.*|<!--.*?-->', ''),
-    (r'(?s)<ref[^>]*/>|<(ref|gallery|math|timeline)\b.*?</\1>', ''),
-    (r'\{\{[^{}]*\}\}|(?s:\{\|(?:(?!\{\|).)*?\|\})', ''),
-    (r'\[\[\w+:(?:[^\[\]]|\[\[[^\]]*\]\])*\]\]', ''),
-    (r'\[\[(?:[^|\]]*\|)?([^\]]*)\]\]|\[\w+://\S+ ?([^\]]*)\]', r'\1\2'),
-    (r"(?m)'{2,}|<[^>]*>|__[A-Z]+__|^[*#:;= ]+|[ =]+$", ''),
-    (r'\n\s+|\s+\n', '\n')]]
+    (r'(?s)\n==\s*(?:References|Other websites|Related pages|Notes|Sources)\s*==.*|<!--.*?(?:-->|\Z)', ''),
+    (r'(?s)<ref[^<>]*/>|<(ref|gallery|math|timeline)\b(?:(?!<\1\b|</\1>).)*+</\1>', ''),
+    (r'(?s)\{\{[^{}]*\}\}|\{\|(?:(?!\{\||\|\}).)*+\|\}', ''),
+    (rf'(?s)\[\[(?:\w+:{INSIDE}|(?:[^|\[\]]*\|)?({INSIDE}))\]\]', r'\1'),
+    (r'\[\w+://[^\s\[\]]++ ?+((?:[^\[\]]|\[[^\[\]]*\])*+)\]', r'\1'),
+    (r"(?m)'{2,}|<[^<>]*>|__[A-Z]+__|^[*#:;= ]+|(?<![ =])[ =]+$", '')]]
+
+
+def clean(text):
+    for pattern, new in WIKITEXT:
+        for _ in range(20):                              # real articles nest 8 deep
+            text, count = pattern.subn(new, text)
+            if not count:
+                break
+    lines = map(str.strip, text.split('\n'))
+    return html.unescape('\n'.join(filter(None, lines))).strip()
 
 
 def read_wiki(path):
     """Title and text of each article of a .xml.bz2, without templates, tables, notes and markup."""
-    for _, page in ElementTree.iterparse(bz2.open(path)):
-        if not page.tag.endswith('}page'):
-            continue
-        if page.findtext('{*}ns') == '0' and page.find('{*}redirect') is None:
-            text = page.findtext('.//{*}text') or ''
-            for pattern, new in WIKITEXT:
-                count = 1
-                while count:
-                    text, count = pattern.subn(new, text)
-            yield page.findtext('{*}title') + '\n' + html.unescape(text).strip()
-        page.clear()
+    try:
+        for _, page in ElementTree.iterparse(io.BufferedReader(Unpacked(path))):
+            if not page.tag.endswith('}page'):
+                continue
+            if page.findtext('{*}ns') == '0' and page.find('{*}redirect') is None:
+                title = page.findtext('{*}title') or ''
+                yield title + '\n' + clean(page.findtext('.//{*}text') or '')
+            page.clear()
+    except (EOFError, lzma.LZMAError, zlib.error, OSError, ElementTree.ParseError, LookupError,
+            ValueError) as error:                        # the last two: encodings, numbers as &#1;
+        raise UserError(f'{path}: broken or unreadable ({error}); get the file again') from None

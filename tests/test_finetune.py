@@ -444,8 +444,9 @@ def test_mistakes(run, tiny, tmp_path):
             ([], '1: the file is empty')):
         write_task(tmp_path, 'rte', rows, ['valid'])
         told(f'rte.valid.jsonl:{message}', '--task=rte')
-    (tmp_path / 'rte.valid.jsonl').write_text('{"sentence1": "a"')
-    told('rte.valid.jsonl:1: not a row of JSON', '--task=rte')
+    for row in ('{"sentence1": "a"', '[[1, 2]]', '[' * 100000):
+        (tmp_path / 'rte.valid.jsonl').write_text(row)
+        told('rte.valid.jsonl:1: not a row of JSON', '--task=rte')
     (tmp_path / 'rte.valid.jsonl').write_bytes(b'\xff\xfe')
     told('is not UTF-8', '--task=rte')
     (tmp_path / 'sst2').mkdir()
@@ -464,6 +465,10 @@ def test_mistakes(run, tiny, tmp_path):
     for args, message in (
             (['--seeds=3,x'], '--seeds'),
             (['--seeds=3,3'], '--seeds'),
+            (['--seeds=' + '9' * 5000], '--seeds'),
+            (['--learning_rate=inf'], '--learning_rate inf'),
+            (['--learning_rate=nan'], '--learning_rate nan'),
+            (['--batch_size=10000000000'], '--batch_size'),
             (['--length=4'], '--length'),
             (['--epochs=0'], '--epochs 0'),
             (['--lora', '--full'], 'not allowed'),
@@ -477,9 +482,12 @@ def test_mistakes(run, tiny, tmp_path):
     told('has no score of', '--task=rte', f'--blimp={tmp_path}/b.json')
     (tmp_path / 'b.json').write_text(json.dumps(dict(data='data/toy_blimp', runs=[])))
     told('toy pairs', '--task=rte', f'--blimp={tmp_path}/b.json')
+    (tmp_path / 'b.json').write_text('[' * 100000)
+    told('has no score of', '--task=rte', f'--blimp={tmp_path}/b.json')
     (tmp_path / 'RTE').mkdir()
     (tmp_path / 'RTE' / 'train.tsv').write_text('sentence1\tsentence2\tlabel\na\tb\t1\n')
     told('rte is there twice', '--task=rte')
     shutil.rmtree(tmp_path / 'RTE')
+    (tmp_path / 'rte.dev.tsv').mkdir()                   # a folder is no table
     text = run('finetune.py', tmp_path / 'nothing', '--data', tmp_path, '--task=rte', code=2).stderr
     assert text.startswith('finetune.py: there is no checkpoint')

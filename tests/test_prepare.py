@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,10 +19,12 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, documents
-from plumbing.cli import UserError
+from plumbing.cli import Unpacked, UserError
 from plumbing.data import load_bin
+from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer, ranks_blob,
                                 train_bpe)
+from plumbing.wiki import clean
 from prepare import find_files, read_documents, write_data_set
 
 
@@ -158,6 +161,22 @@ def test_text_splits(tmp_path):
     assert len(docs) > 3 and '\n'.join(docs) == '\n'.join(lines) and max(map(len, docs)) < 17000
 
 
+def test_a_pipe_is_read_once_and_whole(tmp_path):
+    text = '\n\n'.join(f'document {i}' for i in range(20000))
+    os.mkfifo(tmp_path / 'pipe')
+    writer = threading.Thread(target=(tmp_path / 'pipe').write_text, args=(text,))
+    writer.start()
+    assert read(tmp_path / 'pipe') == text.split('\n\n')
+    writer.join()
+
+
+def test_many_blank_lines(tmp_path):
+    (tmp_path / 'a.txt').write_text('one' + '\n' * 30000)    # with a cubic pattern this takes days
+    assert read(tmp_path / 'a.txt') == ['one']
+    (tmp_path / 'a.txt').write_text('one\n' + ' \n' * 9000 + 'two')
+    assert read(tmp_path / 'a.txt') == ['one', 'two']
+
+
 def test_jsonl(tmp_path):
     smile = 'é\ud83d\ude42'.encode('utf-16', 'surrogatepass').decode('utf-16')
     rows = [dict(text='a\u2028b\x85c', more='x'), dict(text=smile, more='y')]
@@ -168,7 +187,7 @@ def test_jsonl(tmp_path):
     assert read(path, 'auto', ['more', 'text']) == ['x\na\u2028b\x85c', 'y\né🙂']
 
 
-def test_compressed_and_folders(tmp_path):
+def test_compressed_and_folders(tmp_path, capsys):
     folder = tmp_path / 'in'
     (folder / 'sub').mkdir(parents=True)
     (folder / 'a.txt').write_text('plain')
@@ -176,9 +195,13 @@ def test_compressed_and_folders(tmp_path):
     (folder / 'c.jsonl.xz').write_bytes(lzma.compress(b'{"text": "squeezed"}\n'))
     (folder / 'sub' / 'd.jsonl.gz').write_bytes(gzip.compress(b'{"text": "deep"}\n'))
     (folder / 'image.png').write_bytes(b'\xff')
+    (folder / 'sub' / 'more.md').write_text('x')
     found = find_files([folder])
+    assert capsys.readouterr().out.startswith('2 other files are skipped')
     assert {role for role, _ in found} == {'train'}
     assert [text for _, path in found for text in read(path)] == ['plain', 'zipped', 'squeezed', 'deep']
+    assert find_files([folder / 'sub' / 'more.md']) == [('train', folder / 'sub' / 'more.md')]
+    assert 'more.md is read as plain text' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('names, expected', [
@@ -205,6 +228,47 @@ def test_wiki(tmp_path):
     xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">{pages}</mediawiki>'
     (tmp_path / 'a.xml.bz2').write_bytes(bz2.compress(xml.encode()))
     assert read(tmp_path / 'a.xml.bz2') == ['Cat\nCats are animals.\nLife\nThey sleep & eat. Site']
+    no_title = '<a xmlns="x"><page><ns>0</ns><text>hi</text></page></a>'
+    (tmp_path / 'a.xml.bz2').write_bytes(bz2.compress(no_title.encode()))
+    assert read(tmp_path / 'a.xml.bz2') == ['hi']
+
+
+@pytest.mark.parametrize('xml, reason', [
+    ('<a><b>', 'no element found'),
+    ('<?xml version="1.0" encoding="x"?><a/>', 'unknown encoding'),
+    (f'<a>{" " * 10 ** 6}</a>', 'unpacks to more than')])
+def test_broken_wiki(tmp_path, monkeypatch, xml, reason):
+    monkeypatch.setattr(Unpacked, 'LARGE', 2 ** 16)
+    (tmp_path / 'a.xml.bz2').write_bytes(bz2.compress(xml.encode()))
+    with pytest.raises(UserError, match=f'a.xml.bz2.*{reason}'):
+        read(tmp_path / 'a.xml.bz2')
+
+
+@pytest.mark.parametrize('text, cleaned', [
+    ('a<ref name="x"/>b<ref>c <ref group=n>d</ref> e</ref>f', 'abf'),
+    ('a<!-- b <!-- c -->d<!-- never ends', 'ad'),
+    ('a {{b|{{c|{{d}}}}|{|\n|e\n|}}} f{| class=x\n{|\n|g\n|}\n|}', 'a  f'),
+    ('[[File:a.jpg|thumb|[[b|c]] [d] [http://e f] h]]i', 'i'),
+    ('[[a]] [[b|c]] [[d|e [[f|g]] h]] [[Category:i]][[:Category:j]]', 'a c e g h :Category:j'),
+    ('[http://a.org], [https://b.org b [c] d] [http://e', ', b [c] d [http://e'),
+    ('less <10 ppm<br/> more <b>bold</b>', 'less <10 ppm more bold'),
+    ("== '''A''' ==\n\n \t\n* b  \n:: c ==\n__NOTOC__", 'A\nb\nc'),
+    ('a\n== Notes ==\n* b', 'a')])
+def test_wiki_markup(text, cleaned):
+    assert clean(text) == cleaned
+
+
+@pytest.mark.parametrize('opened', [
+    '<ref', '<ref>', '<math <ref ', '<!--', '<', '[[', '[[a:', '[[a|', '[http://', '[http://a ', '{{', '{|',
+    '\n==', ' ', ' =', "'", '__A', '\n ', '&#'])
+def test_wiki_markup_that_never_ends(opened):
+    """With a quadratic pattern each takes minutes."""
+    for end in ('x', '>', ']]'):
+        clean(opened * 100000 + end)
+
+
+def test_wiki_markup_that_nests_too_deeply():
+    assert '{{' in clean('{{' * 100000 + '}}' * 100000)
 
 
 # ---- The command line ---------------------------------------------------------------------------
@@ -250,6 +314,9 @@ def test_named_from_input(prepare, tmp_path):
     (tmp_path / 'pairs/x.jsonl').write_text(pair * 3)
     prepare('blimp', '--input', 'pairs')
     assert (tmp_path / 'data/blimp/x.jsonl').read_text() == pair * 3
+    (tmp_path / 'pairs/more').mkdir()
+    (tmp_path / 'pairs/more/x.jsonl').write_text(pair)
+    assert 'named x.jsonl' in prepare('blimp', '--name', 'both', '--input', 'pairs', code=2).stderr
 
 
 AB = {'a.txt': b'a\n\nb'}
@@ -265,6 +332,9 @@ ERRORS = [  # files, arguments, what the line must say
     ({'a.jsonl': b'{"text": 5}\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
     ({'a.jsonl': b'["x"]\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
     ({'a.jsonl': b'{"text": "\\ud800"}\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
+    ({'a.jsonl': b'[' * 100000}, ['--input', 'a.jsonl'], 'a.jsonl:1: .*nested'),
+    ({}, ['--input', '/dev/zero'], 'line 1 is longer than 64 MB'),
+    ({'a.csv': b'x'}, ['--input', 'a.csv'], 'no text to train on'),
     ({}, ['--input', 'nowhere.txt'], 'nowhere.txt'),
     ({'sub/a.png': b'x'}, ['--input', 'sub'], 'no .txt or .jsonl'),
     ({'a.txt.gz': CUT_GZ}, ['--input', 'a.txt.gz'], 'a.txt.gz.*broken'),
@@ -281,7 +351,10 @@ ERRORS = [  # files, arguments, what the line must say
     ({**AB, 'data/mine/meta.json': b'{}'}, ['--input', 'a.txt'], 'exists already.*--overwrite'),
     ({'data/mine/a.jsonl': b'{"text": "x"}'}, ['--input', 'data/mine', '--overwrite'], 'input lies in'),
     (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '0'], '--byte_limit'),
+    (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '1000000000'], '1 to 255'),
     (AB, ['--input', 'a.txt', '--val_fraction', '1'], '--val_fraction'),
+    (AB, ['--input', 'a.txt', '--val_fraction', 'nan'], '--val_fraction'),
+    (AB, ['--input', 'a.txt', '--name', 'x' * 300], '--name'),
     ({}, [], '--input'),
     ({}, ['--speed', '3'], '--speed'),
     ({}, ['--input', 'x', '--name', 'a/b'], 'a/b'),
@@ -308,6 +381,54 @@ def test_gpt2_without_network(prepare, tmp_path):
     told = prepare('text', '--name', 'mine', '--input', 'a.txt', '--tokenizer', 'gpt2', code=2, here=False,
                    TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), https_proxy=nowhere, HTTPS_PROXY=nowhere).stderr
     assert told.count('\n') == 1 and '.tiktoken' in told
+
+
+def test_any_seed(prepare, tmp_path):
+    (tmp_path / 'a.txt').write_text('a\n\nb')
+    prepare('text', '--name', 'mine', '--input', 'a.txt', '--tokenizer', 'bytes', '--seed', 10 ** 400)
+    assert load_meta(tmp_path / 'data/mine')['settings']['seed'] == 10 ** 400
+
+
+# ---- What a kill leaves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_killed_process(prepare, tmp_path, number):
+    """It is killed as it waits for text. SIGTERM leaves nothing; what SIGKILL leaves, the next one clears."""
+    os.mkfifo(tmp_path / 'pipe')
+    command = [sys.executable, str(ROOT / 'prepare.py'), 'text', '--name', 'mine', '--input', 'pipe']
+    process = subprocess.Popen(command, cwd=tmp_path)
+    with open(tmp_path / 'pipe', 'w'):                   # waits until the process has opened it
+        at_work = os.listdir(tmp_path / 'data')
+        with pytest.raises(UserError, match='other'), new_folder(tmp_path / 'data/mine'):
+            raise UserError('other processes leave it alone')
+        assert sorted(os.listdir(tmp_path / 'data')) == sorted(at_work) and len(at_work) == 2
+        process.send_signal(number)
+        assert process.wait() == (143 if number == signal.SIGTERM else -number)
+    assert len(os.listdir(tmp_path / 'data')) == (0 if number == signal.SIGTERM else 2)
+    (tmp_path / 'a.txt').write_text('a\n\nb')
+    prepare('text', '--name', 'mine', '--input', 'a.txt', '--tokenizer', 'bytes')
+    assert os.listdir(tmp_path / 'data') == ['mine']
+
+
+def test_a_data_set_survives_its_replacement(tmp_path):
+    """Killed between the two renames, a process leaves an old one and no new one."""
+    mine, work = tmp_path / 'mine', tmp_path / '.mine.0123456789ab'
+    other = tmp_path / '.mine.2.0123456789ab'            # of another name
+    for folder in (f'{work}.old', work, f'{other}.old'):
+        Path(folder).mkdir()
+        (Path(folder) / 'meta.json').write_text(Path(folder).name)
+    Path(f'{work}.lock').touch()
+    Path(f'{other}.lock').touch()
+    with pytest.raises(UserError, match='exists already'), new_folder(mine):
+        pass
+    assert (mine / 'meta.json').read_text() == f'{work.name}.old'
+    rest = [f'{other.name}.lock', f'{other.name}.old', 'mine']
+    assert sorted(os.listdir(tmp_path)) == rest
+    with pytest.raises(SystemExit), new_folder(mine, overwrite=True) as folder:
+        mine.rename(f'{folder}.old')
+        sys.exit(143)                                    # as SIGTERM does, between the renames
+    assert (mine / 'meta.json').read_text() == f'{work.name}.old' and sorted(os.listdir(tmp_path)) == rest
 
 
 @pytest.mark.slow

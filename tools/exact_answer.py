@@ -13,7 +13,6 @@ in their solution, and those that leave fewer than --max_new_tokens of the model
 out and counted.
 """
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -23,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, write_json
+from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main,
+                          write_json)
 from plumbing.data import load_bin
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
@@ -57,8 +57,10 @@ def read_jsonl(path):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            problems.append((str(row['question']), str(row['generated_solution'])))
+            row = parse_json(line)
+            problem = str(row['question']), str(row['generated_solution'])
+            ''.join(problem).encode('utf-8')             # a lone surrogate is no text
+            problems.append(problem)
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path}:{number}: '
                             'not a row with question and generated_solution') from None

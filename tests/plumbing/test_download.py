@@ -114,7 +114,7 @@ def zipped(files, method=zipfile.ZIP_STORED):
 
 def test_names_in_an_archive(tmp_path):
     """Only the last part of a name is used, and only if it is plain."""
-    names = ['../a.txt', '/b.txt', 'c/../../d.jsonl', '..\\e.txt', 'C:\\f.txt', '..', '.txt', 'x/.g.txt', 'h.exe']
+    names = ['../a.txt', '/b.txt', 'c/../../d.jsonl', '..\\e.txt', 'C:\\f.txt', '..', '.txt', 'x/.g.txt']
     (tmp_path / 'in').mkdir()
     path = tmp_path / 'in' / 'pack.zip'
     path.write_bytes(zipped(dict.fromkeys(names, 'text')))
