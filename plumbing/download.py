@@ -182,6 +182,8 @@ def clear_away(target):
         old = path.with_suffix('.old')
         if old.exists() and not target.exists():
             old.rename(target)
+        if old.is_symlink():
+            old.unlink()                                 # what it leads to is not ours
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(path.with_suffix(''), ignore_errors=True)
         path.unlink(missing_ok=True)

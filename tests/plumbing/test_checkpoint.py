@@ -28,7 +28,8 @@ def state(**changes):
     weights = dict(model='moep', config=config, settings=settings, iter=3, tokenizer='its hash',
                    weights=model.state_dict(), words=12.0, adapted=[], frozen=[])
     place = dict(epoch=0, position=48, words=12.0, seen=48, unit=16)
-    return {**weights, 'optimizer': {}, 'data': place, 'ranks': [{}], 'log_bytes': 0, 'seconds': 1.0, **changes}
+    rest = dict(optimizer={}, data=place, ranks=[{}], log_bytes=0, seconds=1.0)
+    return {**weights, **rest, **changes}
 
 
 def test_a_folder_or_a_file_is_read(tmp_path):
