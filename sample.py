@@ -98,7 +98,12 @@ def main():
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
+        try:
+            idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
+        except RuntimeError as e:
+            if 'probability' not in str(e):
+                raise
+            raise UserError("the model's probabilities are not numbers: its weights are broken") from None
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

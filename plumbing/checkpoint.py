@@ -1,6 +1,4 @@
-"""
-Checkpoints: read, checked and built into a model; and where a new run's model starts.
-"""
+"""Checkpoints: read, checked and built into a model; and where a new run's model starts."""
 
 import inspect
 import re
@@ -54,7 +52,9 @@ def check_parts(ckpt):
     ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
     ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
-    ckpt['config'], = sort_keys(ckpt['config'], import_model(ckpt['model']).Config)
+    module = import_model(ckpt['model'])
+    keys, = sort_keys(ckpt['config'], module.Config)
+    ckpt['config'] = asdict(make_config(module, keys))
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])

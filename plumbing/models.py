@@ -28,6 +28,9 @@ def import_model(name):
 
 
 def make_config(module, keys):
+    for key in ('n_layer', 'n_parallel'):                # some configs make lists of this length
+        if keys.get(key, 0) > 10_000:
+            raise UserError(f'{module.__name__}: {key} = {keys[key]:,} is more than 10,000')
     try:
         return module.Config(**keys)
     except Exception as e:

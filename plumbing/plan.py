@@ -156,6 +156,9 @@ def show_sample(model, s, corpus, machine):
         hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
     else:
         hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'
+    if routed:
+        hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
+    hints[f'python -m tools.compare {s.out_dir} out/...'] = 'a table and curves of several runs'
     hints['python train.py --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
     width = max(map(len, hints))
     for command, what in hints.items():

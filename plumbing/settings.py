@@ -290,13 +290,9 @@ def fit(value, kind):
         return float(value)
     if origin is str and type(value) is int:
         return str(value)
-    if isinstance(origin, type) and isinstance(value, origin) and (origin is bool or type(value) is not bool):
+    if isinstance(value, bool) == (origin is bool) and isinstance(value, origin):
         return value
     raise TypeError
-
-
-def name_of(kind):
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
 
 
 def check_numbers(key, value):
@@ -322,7 +318,9 @@ def sort_keys(values, *owners):
         try:
             given[mine][key] = fit(value, kinds[mine][key])
         except TypeError:
-            raise UserError(f'{key} = {value!r} is not of type {name_of(kinds[mine][key])}') from None
+            kind = getattr(kinds[mine][key], '__name__', '')
+            name = kinds[mine][key] if typing.get_args(kinds[mine][key]) else kind
+            raise UserError(f'{key} = {value!r} is not of type {name}') from None
     return given
 
 

@@ -867,7 +867,7 @@ def judge_files(case, code, before, after):
         is_data = is_folder or re.fullmatch(OF_DATA, name)
         if case.command == 'prepare.py' and code == 0 and is_new and is_data:
             continue
-        if code == 0 and is_new and any(arg.endswith(name) for arg in case.args):
+        if code == 0 and re.search(rf'--(json|plot)[= ]\S*{re.escape(name)}', ' '.join(case.args)):
             continue
         return f"{plain(name)} is {'made' if is_new else 'changed'}, exit code {code}"
     return None
@@ -885,7 +885,7 @@ def judge_run(folder, before, after):
         if path.endswith('log.jsonl'):
             try:
                 [json.loads(line) for line in (folder / path).read_text().splitlines()]
-            except ValueError:
+            except (ValueError, RecursionError):
                 return 'the log holds what is no JSON'
     return None
 

@@ -1,0 +1,250 @@
+"""
+Compare runs: a table, and the curves in one page.
+
+    python -m tools.compare out/moep out/gpt2                        # the table
+    python -m tools.compare out/moep out/gpt2 --html compare.html    # and a page for any browser
+    python -m tools.compare out/moep out/gpt2 --png compare.png      # and a picture
+    python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
+
+It reads log.jsonl alone, of a run that goes on, too. A choice (a block, an expert, a module) is
+unused, or dead, if its share was 0 at the last evaluation. A layer's effective choices are
+exp(entropy of its shares): n if all n get the same, 1 if one gets everything. Training FLOPs are
+6 x active parameters x tokens.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+
+from plumbing.cli import Parser, UserError, check_writable, new_file, parse_json, run_main, short
+
+POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
+AXES = ('step', 'tokens', 'minutes', 'FLOPs')
+DIFFER = 'settings that differ'
+# What a step's line holds besides auxiliary losses, and a run's first line besides settings.
+USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'epoch',
+         'chunks', 'words', *AXES}
+SIZES = {'parameters', 'active', 'trained', 'steps', 'tokens_per_step'}
+NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume', 'overwrite'}
+
+
+# ---- Reading a log ------------------------------------------------------------------------------
+
+def find_log(path):
+    """path: the run's folder, or its name in out/."""
+    for log in (Path(path, 'log.jsonl'), Path('out', path, 'log.jsonl')):
+        if log.is_file():
+            return log
+    raise UserError(f'{path} is no run: it has no log.jsonl')
+
+
+def flatten(line):
+    """A line of a log as one flat record, every value of its type; else some exception."""
+    record = {key: float(value) for key, value in line.items() if isinstance(value, (int, float))}
+    record['iter'] = int(record['iter'])
+    record['kind'] = next(kind for kind in ('run', 'val', 'loss', 'iter') if kind in line)
+    run = line.get('run', {})
+    known = {**run.get('settings', {}), **run.get('config', {}), **run}
+    record |= {key: float(run[key]) for key in SIZES if key in run}
+    record |= {('set', key): str(value) for key, value in known.items() if key not in NOT_SET}
+    for name, scores in line.get('val', {}).items():
+        record |= {('val', name, key): float(score) for key, score in scores.items()}
+    for layer, shares in line.get('routes', {}).items():
+        record |= {('route', layer, i): max(0.0, float(share)) for i, share in enumerate(shares)}
+    return record
+
+
+def read_log(log):
+    """-> the log's records, each with its place on every axis, and how many lines are damaged.
+    The last line of a run that goes on may be half there: that is no damage."""
+    records, damaged = [], 0
+    tokens, per_step, active, before = math.nan, math.nan, math.nan, 0
+    with open(log, 'rb') as file:
+        for line in file:
+            try:
+                record = flatten(parse_json(line))
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+                damaged += line.endswith(b'\n')
+                continue
+            tokens += per_step * (record['iter'] - before)
+            before = record['iter']
+            if record['kind'] == 'run':                  # once more where the run was resumed
+                per_step = record.get('tokens_per_step', math.nan)
+                active = record.get('active', math.nan)
+                if math.isnan(tokens):
+                    tokens = per_step * before
+            minutes = record.get('seconds', math.nan) / 60
+            record |= dict(step=before, tokens=tokens, minutes=minutes, FLOPs=6 * active * tokens)
+            records.append(record)
+    return records, damaged
+
+
+def read_run(path):
+    """What the table and the curves show of a run."""
+    records, damaged = read_log(find_log(path))
+    about = {key: value for record in records if record['kind'] == 'run' for key, value in record.items()}
+    last = {key: value for record in records for key, value in record.items()}
+    steps = [record for record in records if record['kind'] == 'loss']
+    evals = [record for record in records if record['kind'] == 'val']
+    aux = sorted({key for record in steps for key in record} - USUAL)
+    choices = [key for key in last if key[:1] == ('route',)]
+    run = dict(name=str(path), axes={}, routes={}, cells=make_cells(about, last, steps, evals, aux))
+    run['cells']['run']['log lines'] = f'{len(records):,}' + f', {damaged} damaged' * bool(damaged)
+
+    run['axes']['steps'], found = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
+    run['curves'] = [dict(y, kind='steps', panel=key, label='train') for key, y in found.items()]
+    losses = [key for key in last if key[:1] == ('val',) and key[2] == 'loss']
+    run['axes']['val'], found = curves(evals, losses, POINTS)
+    run['curves'] += [dict(y, kind='val', panel='loss', label=f'val {key[1]}') for key, y in found.items()]
+    run['axes']['routes'], found = curves(evals, choices, ROUTE_POINTS)
+    for key, y in found.items():
+        run['routes'].setdefault(key[1], []).append(dict(y, dead=last[key] == 0))
+    return run
+
+
+def curves(records, keys, most):
+    """-> places on each axis, and values by key: mean, least and greatest of neighbours. Spikes stay."""
+    size = math.ceil(len(records) / most) or 1
+    groups = [records[i:i + size] for i in range(0, len(records), size)]
+    found = {}
+    for key in keys:
+        values = [[record.get(key, math.nan) for record in group] for group in groups]
+        values = [[v for v in group if math.isfinite(v)] or [math.nan] for group in values]
+        found[key] = dict(mean=[sum(group) / len(group) for group in values],
+                          low=[min(group) for group in values], high=[max(group) for group in values])
+    return {axis: [group[-1][axis] for group in groups] for axis in AXES}, found
+
+
+# ---- The table ----------------------------------------------------------------------------------
+
+def make_cells(about, last, steps, evals, aux):
+    """{section: {label: text}}"""
+    size = lambda key: f'{about.get(key, math.nan):,.0f}'
+    number = lambda key: last.get(key, math.nan)
+    run = {'parameters': size('parameters'), 'active per token': size('active'),
+           'steps': f"{number('iter'):,.0f} of {size('steps')}", 'tokens': short(number('tokens')),
+           'words': short(number('words')), 'minutes': f"{number('seconds') / 60:.1f}"}
+    speeds = [step['tokens_per_s'] for step in steps if 'tokens_per_s' in step]
+    run['tokens/s, median'] = short(statistics.median(speeds or [math.nan]))
+    val, routes, balance = {}, {}, []
+    for name in dict.fromkeys(key[1] for key in last if key[:1] == ('val',)):
+        losses = [(record.get(('val', name, 'loss'), math.nan), record['iter']) for record in evals]
+        best, at = min(losses, key=lambda pair: (math.isnan(pair[0]), pair))
+        val[f'{name}: best loss'] = f'{best:.4f} at {at:,.0f}'
+        scores = {key[2]: value for key, value in last.items() if key[:2] == ('val', name)}
+        for key, score in scores.items():
+            val[f"{name}: last {key.replace('_', ' ')}"] = f'{score:.4f}'
+    for layer in dict.fromkeys(key[1] for key in last if key[:1] == ('route',)):
+        shares = [share for key, share in last.items() if key[:2] == ('route', layer)]
+        parts = [share / sum(shares) for share in shares if share > 0]
+        effective = math.exp(-sum(p * math.log(p) for p in parts))
+        balance.append((effective / len(shares), f'{effective:.2f} of {len(shares)}', layer))
+    if balance:
+        every = [share for key, share in last.items() if key[:1] == ('route',)]
+        routes['unused choices'] = f'{every.count(0)} of {len(every)}'
+        _, routes['fewest effective choices'], routes['in layer'] = min(balance)
+    return {'run': {label: text.replace('nan', '-') for label, text in run.items()},
+            'validation': val, 'routes': routes,
+            'auxiliary losses': {key: f'{last[key]:.4g}' for key in aux},
+            DIFFER: {key[1]: value for key, value in about.items() if key[:1] == ('set',)}}
+
+
+def make_table(runs):
+    """Rows of a label and a cell per run; a heading stands alone."""
+    rows = [['', *(run['name'] for run in runs)]]
+    for section in runs[0]['cells']:
+        columns = [run['cells'][section] for run in runs]
+        labels = list(dict.fromkeys(label for column in columns for label in column))
+        if section == DIFFER:
+            told = [column for column in columns if column]      # older logs have no settings
+            labels = [label for label in labels if len({column.get(label) for column in told}) > 1]
+        if labels:
+            rows.append([section])
+        rows += [[label, *(column.get(label, '-') for column in columns)] for label in labels]
+    return rows
+
+
+def cut(text, most):
+    """Without its middle if it is too long, and without what a terminal might obey."""
+    text = ''.join(c if c.isprintable() else ' ' for c in text)
+    return text if len(text) <= most else f'{text[:most // 2 - 2]}...{text[-most // 2 + 1:]}'
+
+
+def print_table(rows):
+    """Three runs side by side, the next ones below them: 100 columns."""
+    for first in range(1, len(rows[0]), 3):
+        for label, *cells in rows:
+            text = ''.join(f' {cut(cell, 21):>21}' for cell in cells[first - 1:first + 2])
+            print(f'  {cut(label, 32):32}{text}' if cells else label)
+        print()
+
+
+# ---- The page and the picture -------------------------------------------------------------------
+
+def write_page(path, runs, rows, reload):
+    """The template with the data in it: nan is null, and no name can end the script."""
+    data = json.dumps(dict(runs=runs, rows=rows, reload=reload))
+    data = json.dumps(json.loads(data, parse_constant=lambda name: None))
+    template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    with new_file(os.path.realpath(path)) as file:       # a browser never reads half of it
+        file.write(template.replace('"DATA"', data.replace('<', '\\u003c'), 1))
+
+
+def draw(path, runs):
+    """The same curves with matplotlib."""
+    import matplotlib.figure
+    matplotlib.rcParams['text.parse_math'] = False       # a $ in a name is a $
+    matplotlib.rcParams['axes.formatter.limits'] = (-3, 4)       # short labels
+    keys = dict.fromkeys(c['panel'] for run in runs for c in run['curves'] if c['panel'] != 'loss')
+    panels = [('loss', axis) for axis in AXES] + [(key, 'step') for key in keys]
+    areas = [(run, layer) for run in runs for layer in run['routes']]
+    height = math.ceil((len(panels) + len(areas)) / 4)
+    figure = matplotlib.figure.Figure(figsize=(20, 4 * height), layout='constrained')
+    for n, (panel, axis) in enumerate(panels, 1):
+        place = figure.add_subplot(height, 4, n, title=panel, xlabel=axis)
+        for i, run in enumerate(runs):
+            for c in (c for c in run['curves'] if c['panel'] == panel):
+                x, style = run['axes'][c['kind']][axis], dict(steps='-', val='.--')[c['kind']]
+                place.plot(x, c['mean'], style, color=f'C{i}', label=f"{run['name']}, {c['label']}")
+                place.fill_between(x, c['low'], c['high'], color=f'C{i}', alpha=0.2)
+    figure.axes[0].legend()
+    for n, (run, layer) in enumerate(areas, len(panels) + 1):
+        choices = run['routes'][layer]
+        dead = [i for i, choice in enumerate(choices) if choice['dead']] or 'none'
+        place = figure.add_subplot(height, 4, n, title=f"{run['name']}: {layer}, dead: {dead}")
+        place.stackplot(run['axes']['routes']['step'], [choice['mean'] for choice in choices])
+    figure.savefig(path, dpi=100, format='png')
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('runs', nargs='+', help='run folders, or their names in out/')
+    parser.add_argument('--html', help='write the table and the curves there, as one page')
+    parser.add_argument('--png', help='draw the curves there (needs matplotlib)')
+    parser.add_argument('--watch', action='store_true', help='again every 10 seconds, until Ctrl-C')
+    args = parser.parse_args()
+    for path in filter(None, (args.html, args.png)):
+        check_writable(path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f'{path} is no file')
+    if args.png and not importlib.util.find_spec('matplotlib'):
+        raise UserError('--png needs matplotlib: pip install matplotlib')
+    while True:
+        runs = [read_run(path) for path in args.runs]
+        rows = make_table(runs)
+        print_table(rows)
+        if args.html:
+            write_page(args.html, runs, rows, args.watch)
+        if args.png:
+            draw(args.png, runs)
+        if not args.watch:
+            break
+        time.sleep(10)
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,250 @@
+"""
+Where do tokens go, and does a choice mean something? One page to look at in a browser.
+
+    python -m tools.explore out/moep                        # writes out/moep/explore.html
+    python -m tools.explore out/moep out/mine               # two runs side by side
+    python -m tools.explore out/moep --prompt "The dogs near the tree are happy."
+    python -m tools.explore out/moep --text notes.txt --tokens 20000 --out routes.html
+
+The page needs no network. It shows a text as tokens, coloured by their choice in a layer; the gates
+and the loss of each; the tokens that a choice serves most; and how much the class of a token, as
+punctuation or digits, says about its choice, beside what chance alone would give. If you give no text,
+it shows the run's validation set; the statistics are of that set in any case.
+"""
+
+import json
+from collections import defaultdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.cli import Parser, UserError, between, check_writable, new_file, read_lines, run_main
+from plumbing.data import Corpus, as_tensor, val_batches
+from plumbing.machine import Machine
+from plumbing.settings import Settings
+
+CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
+FUNCTION_WORDS = set('''a an the this that these those my your his her its our their some any no every
+    each all both i you he she it we they me him us them who whom whose which what there
+    and or but nor so yet if because while although though than as when where how why until unless
+    of in on at by for with from to into onto over under about after before between through near
+    up down out off am is are was were be been being do does did have has had having
+    will would shall should can could may might must not n't 's 't 'm 're 've 'll 'd'''.split())
+
+
+def token_class(text, before='a'):
+    """One of CLASSES. `before` is the token before: it may end inside the same word."""
+    word = text.strip().lower()
+    begins = text[:1].isspace() or not before[-1:].isalnum()
+    if not word:
+        return 'space, end'
+    if word in FUNCTION_WORDS and (begins or word[0] == "'"):
+        return 'function word'
+    if word[0].isnumeric():
+        return 'digits'
+    if not any(letter.isalnum() for letter in word):
+        return 'punctuation'
+    return 'word start' if begins else 'word continued'
+
+
+def mutual_information(classes, choices):
+    """In bits: how much one of two sequences of equal length says about the other."""
+    a, row = np.unique(classes, return_inverse=True)
+    b, column = np.unique(choices, return_inverse=True)
+    joint = np.zeros((len(a), len(b)))
+    np.add.at(joint, (row, column), 1 / len(row))
+    apart = joint.sum(1, keepdims=True) * joint.sum(0)   # what it would be if they were independent
+    seen = joint > 0
+    return max(0.0, float((joint[seen] * np.log2(joint[seen] / apart[seen])).sum()))
+
+
+def beside_chance(classes, choices):
+    """-> the mutual information, and its mean over 20 shuffles of the choices."""
+    _, classes = np.unique(classes, return_inverse=True)     # numbers are sorted faster than words
+    rng = np.random.default_rng(0)
+    shuffled = [mutual_information(classes, rng.permutation(choices)) for _ in range(20)]
+    return mutual_information(classes, choices), float(np.mean(shuffled))
+
+
+def tokens_served(share, ids):
+    """For each choice the 12 tokens that it serves most, as [id, count, its part of their gates,
+    three positions where it gets most]. A token counts if it occurs five times."""
+    tokens, row, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    part = np.zeros((len(tokens), share.shape[1]))
+    np.add.at(part, row, share)
+    part *= (counts >= 5)[:, None] / counts[:, None]
+    served = [[] for _ in part.T]
+    for choice, listed in enumerate(served):
+        for i in np.argsort(-part[:, choice], kind='stable')[:12]:
+            places = np.flatnonzero(row == i)
+            best = places[np.argsort(-share[places, choice], kind='stable')[:3]]
+            if part[i, choice] >= 0.005:
+                listed.append([int(tokens[i]), int(counts[i]), round(part[i, choice], 4), best.tolist()])
+    return served
+
+
+def describe_layer(gate, ids, classes, sets):
+    """The statistics of one layer, from its (N, choices) gates."""
+    total = gate.sum(1, keepdims=True)
+    share = gate / np.where(total > 0, total, 1)
+    top = np.where(total[:, 0] > 0, gate.argmax(1), -1)  # -1: the token takes none
+    is_top = top[:, None] == np.arange(gate.shape[1])
+    load = share.mean(0)
+    entropy = lambda share: -(share * np.log2(np.maximum(share, 1e-12))).sum(-1)
+    heat = []                                            # name, tokens, those of each choice
+    for name in dict.fromkeys(sets.tolist()):
+        for kind in [name, *CLASSES]:
+            rows = (sets == name) & ((classes == kind) | (kind == name))
+            heat.append([kind, int(rows.sum()), is_top[rows].sum(0).tolist()])
+    return dict(
+        chosen=(gate > 0).mean(0).tolist(), heaviest=is_top.mean(0).tolist(), load=load.tolist(),
+        gate_bits=float(entropy(share).mean()), load_bits=float(entropy(load)),
+        by_class=beside_chance(classes, top), by_set=beside_chance(sets, top),
+        heat=heat, served=tokens_served(share, ids))
+
+
+def validation_parts(ckpt, n, machine):
+    """[(data set, its first validation tokens)], together n."""
+    corpus = Corpus(Settings(**ckpt['settings']), machine)
+    if corpus.hash != ckpt['tokenizer']:
+        raise UserError(f'{corpus.folder} has another tokenizer than the run')
+    each = max(1, n // len(corpus.scored) // corpus.slots) * corpus.slots    # whole chunks of bytes
+    return [(name, corpus.val[name][:each]) for name in corpus.scored]
+
+
+def text_parts(args, tokenizer, device):
+    """[('', tokens)] of --text or --prompt, or []."""
+    if args.text is None and args.prompt is None:
+        return []
+    text = args.prompt or ''
+    if args.text is not None:                            # a line is a token at least
+        text = ''.join(line for _, line in islice(read_lines(Path(args.text)), args.tokens))
+    ids = tokenizer.encode(text[:50 * args.tokens].encode('utf-8', 'replace').decode())
+    if not ids:
+        raise UserError(f"{args.text or '--prompt'} is empty")
+    whole = args.tokens // len(tokenizer.end) * len(tokenizer.end)
+    return [('', as_tensor(np.array([*tokenizer.end, *ids], np.uint16)[:whole], device))]
+
+
+def look(model, x, odd):
+    """{layer: gates} of (B, T) tokens. `odd` gets the layers that the page cannot show, and why."""
+    found = dict(model.routes(x) or {})
+    if hasattr(model, 'gates') and hasattr(model, 'states'):     # a Self-MoE: routes lacks these
+        for i, (_, block, gate, _) in enumerate(model.states(x)):
+            if gate is not None:
+                sizes = torch.stack([part.square().mean(-1).sqrt() for part in (block, gate)], -1)
+                found[f'gate.{i}'] = sizes / sizes.sum(-1, keepdim=True)
+    for layer, gate in found.items():
+        shape = tuple(getattr(gate, 'shape', ()))
+        fits = len(shape) == 3 and shape[:2] == x.shape and 1 <= shape[2] <= 256
+        if not fits or not ((gate >= 0) & gate.isfinite()).all():
+            odd[layer] = (f'{layer} is left out: for {tuple(x.shape)} tokens routes gives {shape}; '
+                          'it should be (B, T, choices), 256 at most, and no gate below 0.')
+    return {name: gate.flatten(0, 1).float().cpu() for name, gate in found.items() if name not in odd}
+
+
+@torch.no_grad()
+def read(model, tokens, odd):
+    """-> the loss of each token, {layer: (N, choices) gates}. Windows of block_size are read side by
+    side; the first token of one is predicted from the window before, the very first never."""
+    T = min(model.config.block_size, len(tokens))
+    nats, gates = [], defaultdict(list)
+    one_more = torch.cat((tokens, tokens[-1:]))          # else the last is predicted, but not read
+    for x, y in val_batches(one_more, T, max(1, 2048 // T), pad=-1):
+        nats.append(model(x, y, reduction='none')[1].flatten().float().cpu())
+        for layer, gate in look(model, x, odd).items():
+            gates[layer].append(gate)
+    cut = lambda several: torch.cat(several)[:len(tokens)].numpy()
+    return np.append(np.nan, cut(nats)[:-1]), {name: cut(several) for name, several in gates.items()}
+
+
+def pack(gate):
+    """(N, choices) gates -> how many a token has, and of each a letter for its choice and one for
+    its percent, '#' for 0. The heaviest come first, up to 8 of 1% or more; choice n means none."""
+    order = np.argsort(-gate, axis=1, kind='stable')[:, :8]
+    value = np.take_along_axis(gate, order, axis=1)
+    percent = np.minimum(np.round(100 * value), 9999).astype(int)
+    width = max(1, int((percent > 0).sum(1).max()))
+    pairs = np.stack((np.where(percent > 0, order, gate.shape[1]), percent), -1)[:, :width]
+    return width, ''.join(map(chr, (35 + pairs).ravel().tolist()))
+
+
+def describe_run(path, args, machine):
+    """All that the page shows of a run, as plain values."""
+    model, ckpt = load_checkpoint(path, machine.device)
+    tokenizer = run_tokenizer(ckpt)
+    notes, odd = [], {}
+    parts = text_parts(args, tokenizer, machine.device)
+    try:
+        parts += validation_parts(ckpt, args.tokens, machine)
+    except UserError as error:
+        if not parts:
+            raise UserError(f'{error}; or give a --text') from None
+        notes.append(f'The statistics are of this text alone: {error}')
+    found = [read(model, tokens, odd) for _, tokens in parts]
+    ids = torch.cat([tokens for _, tokens in parts]).cpu().numpy().view(np.uint16)
+    sets = np.concatenate([np.full(len(tokens), name) for name, tokens in parts])
+    texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace') for i in {*ids.tolist()}}
+    pairs = zip(ids.tolist(), [tokenizer.eot, *ids.tolist()])
+    classes = np.array([token_class(texts[i], texts.get(before, '')) for i, before in pairs])
+    is_text = sets == ''                                 # else of the validation set
+    shown = is_text if is_text.any() else ~is_text
+    studied = is_text if is_text.all() else ~is_text
+    layers = []
+    for name in [name for name in found[0][1] if name not in odd]:
+        gate = np.concatenate([gates[name] for _, gates in found])
+        width, packed = pack(gate[shown])
+        layers.append(dict(name=name, choices=gate.shape[1], width=width, gates=packed))
+        layers[-1] |= describe_layer(gate[studied], ids[studied], classes[studied], sets[studied])
+    if not layers:
+        notes.append('This model has no routes: every token takes the same way.')
+    loss = np.concatenate([nats for nats, _ in found])
+    loss[ids == (*tokenizer.end, -1)[1]] = np.nan        # what only fills a chunk of bytes
+    loss = [round(nats, 3) if np.isfinite(nats) else None for nats in loss[shown].tolist()]
+    return dict(
+        name=str(path), model=ckpt['model'], step=ckpt['iter'], folder=ckpt['folder'], layers=layers,
+        notes=[*notes, *odd.values()], ids=ids.tolist(), loss=loss, studied=int(studied.argmax()),
+        sets=[name for name, _ in parts], texts=texts, eot=tokenizer.eot)
+
+
+def read_arguments():
+    parser = Parser(__doc__)
+    parser.add_argument('runs', nargs='+', help='run folders or checkpoints, to show side by side')
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument('--text', help='a file to show instead of the validation set')
+    text.add_argument('--prompt', help='a text to show')
+    parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000, help='to read at most')
+    parser.add_argument('--out', help="the page; if not given, explore.html in the first run's folder")
+    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    return parser.parse_args()
+
+
+def main():
+    args = read_arguments()
+    check_writable(args.out)
+    if args.out and Path(args.out).exists() and not Path(args.out).is_file():
+        raise UserError(f'{args.out} is no file: name one with --out')
+    machine = Machine(args.device)
+    runs = [describe_run(path, args, machine) for path in args.runs]
+    for run in runs:
+        print(f"{run['name']}: {len(run['loss']):,} tokens")
+        for layer in run['layers']:
+            load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
+            bits, chance = layer['by_class']
+            told = f'tells {bits:.3f} bits of the class, by chance {chance:.3f}; load in percent: {load}'
+            print(f"  {layer['name']:16} {told}")
+        for note in run['notes']:
+            print(f'  {note}')
+    out = args.out or Path(runs[0]['folder'], 'explore.html')
+    data = json.dumps(runs, ensure_ascii=False).replace('<', '\\u003c')
+    page = Path(__file__).with_suffix('.html').read_text(encoding='utf-8').replace('@DATA@', data)
+    with new_file(Path(out).resolve(), 'wb') as file:
+        file.write(page.encode('utf-8', 'backslashreplace'))   # of names that are no UTF-8
+    print(f'{out}: open it in a browser')
+
+
+if __name__ == '__main__':
+    run_main(main)
