@@ -271,6 +271,7 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
     """Windows of seq_len targets that cover every token but the first exactly once, or the first
     eval_tokens; this process's share of them."""
     device = tokens.device
+    seq_len = min(seq_len, len(tokens))
     starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
     if eval_tokens:
         starts = starts[:max(1, eval_tokens // seq_len)]
