@@ -13,7 +13,7 @@ imports the file that `model` names and uses what every model file offers: Confi
 forward(idx, targets) -> (logits, loss, aux), generate, routes, count_params. `aux` holds unweighted
 auxiliary losses by name; `aux_weights` says which of them are added to the loss.
 
-A run's folder holds ckpt.pt (everything that going on needs), ckpt_<words>.pt (weights at given word
+A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (weights at given word
 counts), log.jsonl (one JSON object per line) and a copy of the tokenizer.
 """
 
@@ -101,7 +101,7 @@ def learning_rate(it, s, max_iters):
 
 def dropout_rate(it, s, max_iters, p):
     """The model's rate p over the run: on then off, off then on, falling, or rising and falling."""
-    done = it / max_iters
+    done = min(1.0, it / max_iters)
     early = float(done < s.dropout_phase)
     shapes = dict(constant=1.0, early=early, late=1 - early, linear=1 - done, triangle=1 - abs(2 * done - 1))
     return p * shapes[s.dropout_schedule]

@@ -38,14 +38,16 @@ def read_checkpoint(path):
         raise UserError(f'there is no checkpoint {file}{checkpoint_hint(file.parent)}')
     try:
         return {**check_parts(unpickle(file)), 'folder': str(file.parent)}
+    except (PermissionError, MemoryError):
+        raise
     except Exception as e:
         reason = str(e) if isinstance(e, UserError) else 'truncated, or another format'
-        hint = 'another of its folder may be, or train it again with --overwrite'
+        hint = 'try another one in its folder, or train it again with --overwrite'
         raise UserError(f'{file} is not a whole checkpoint of this project ({reason}); {hint}') from None
 
 
 def check_parts(ckpt):
-    """The same, every part of its type and in its range; else some exception."""
+    """The checkpoint, every part of the right type and in range. Raises if one is not."""
     count_parts(ckpt)
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
@@ -80,7 +82,7 @@ def unpickle(file):
 
 
 def count_parts(value, left=10 ** 6):
-    """-> how many more parts there may be. A list that holds itself twice, and so on, would never end."""
+    """-> how many more parts there may be. Lists that each hold the next one twice would never end."""
     if isinstance(value, torch.Tensor):
         plain = value.layout == torch.strided and value.device.type == 'cpu' and not value.is_nested
         if not plain or value.nbytes > value.untyped_storage().nbytes():
@@ -217,7 +219,7 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
     if other:
         raise UserError("with a surgery the model's settings come from init_from and surgery_args; "
                         f"remove {', '.join(other)}")
-    if s.surgery != 'lora.merge_lora' and any(ckpt.get('adapted') for ckpt in ckpts):
+    if s.surgery != 'lora.merge_lora' and any(ckpt['adapted'] for ckpt in ckpts):
         raise UserError(f'surgery {s.surgery}: the model has adapters; '
                         'merge them first, with --surgery=lora.merge_lora')
     models = [build_model(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
@@ -227,6 +229,8 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
         args['batches'] = corpus.calibration(s.seq_len or models[0].config.block_size)
     try:
         result = operate(models if several else models[0], **args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         hint = ''
         if isinstance(e, AttributeError) and several:
@@ -241,5 +245,5 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
 def freeze(model, ckpt):
     """What a run's surgery froze stays frozen when the run goes on, or another starts from it."""
     for name, p in model.named_parameters():
-        if name in ckpt.get('frozen', []):
+        if name in ckpt['frozen']:
             p.requires_grad_(False)

@@ -20,14 +20,14 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Its text is that line."""
+    """The user's mistake. Its text is the one line that is printed."""
 
 
-# What nanoGPT calls otherwise, and what to write here.
+# Settings that nanoGPT names differently, and what to write here.
 NANOGPT = dict(
     lr='learning_rate', dataset='data', eval_iters='eval_tokens', lr_decay_iters='max_iters',
-    decay_lr='schedule=constant', eval_only='max_iters=0', num_samples='num, of sample.py',
-    start='prompt, of sample.py', always_save_checkpoint='save_interval', backend='device',
+    decay_lr='schedule (constant for False)', eval_only='max_iters=0', num_samples='num, of sample.py',
+    start='prompt, of sample.py', always_save_checkpoint='save_interval',
     wandb_log='nothing: the log is log.jsonl in the run\'s folder',
     wandb_project='nothing: the log is log.jsonl in the run\'s folder',
     wandb_run_name='out_dir')
@@ -114,7 +114,8 @@ def check_writable(path):
         return
     is_lost = os.path.islink(path) and not os.path.exists(path)          # a link that leads nowhere
     if is_lost or os.path.isdir(path) or not Path(path).absolute().parent.is_dir():
-        raise UserError(f'{path} cannot be written: it is a folder, or its folder does not exist')
+        raise UserError(f'{path} cannot be written: it is a folder or a broken link, '
+                        'or its folder does not exist')
 
 
 @contextlib.contextmanager
@@ -150,7 +151,7 @@ def parse_json(text):
 
 
 def lock(file):
-    """For one process, until it ends -> False if another has it. Some systems have no such locks."""
+    """Lock a file until this process ends -> False if another holds it. Some systems have no locks."""
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,6 +170,7 @@ class Unpacked(io.RawIOBase):
     def __init__(self, path):
         open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
         self.path = path
+        self.file = io.BytesIO()                         # to be closed if there is no such file
         self.file = open_file(path, 'rb')
         self.most = max(self.LARGE, self.RATIO * path.stat().st_size) if open_file != open else None
         self.read_so_far = 0
@@ -194,7 +196,7 @@ LONGEST_LINE = 2 ** 26                                   # bytes
 
 
 def read_lines(path):
-    """(number, text) of each line of a plain, .gz or .xz file. A line ends at \\n only."""
+    """(number, text) of each line of a plain, .gz, .xz or .bz2 file. A line ends at \\n only."""
     number, offset = 0, 0
     try:
         with io.BufferedReader(Unpacked(path), 2 ** 17) as file:

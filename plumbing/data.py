@@ -137,7 +137,7 @@ class Data:
         self.starts = self.order(0)
 
     def check_length(self):
-        """Whether the order of all epochs can be computed in seconds."""
+        """Whether the order of all epochs can be computed in seconds, and a step can be held."""
         passes = [passes * self.s.epochs for _, _, passes, _ in self.sets]
         lengths = [(end - begin) / self.stride for begin, end, _, _ in self.sets]
         chunks = sum(n * length for n, length in zip(passes, lengths))

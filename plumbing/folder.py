@@ -1,7 +1,7 @@
 """
 A run's folder: its log, its checkpoints, and what may be resumed.
 
-ckpt.pt holds everything that going on needs: weights, optimiser, place in the data, random states,
+ckpt.pt holds everything needed to resume: weights, optimiser, place in the data, random states,
 segment memory. ckpt_<words>.pt hold weights only. log.jsonl has one JSON object per line.
 """
 
@@ -96,9 +96,11 @@ class RunFolder:
         if not lock(self.log_file):
             raise UserError(f'{log} is being written by another run: wait for it, '
                             'or set another --out_dir')
-        for pattern in ('*.tmp', 'ckpt*') if self.s.overwrite else ('*.tmp',):
-            for old in self.path.glob(pattern):
-                old.unlink()
+        stale = ['ckpt*.pt.tmp', 'log.jsonl.tmp', 'meta.json.tmp', 'tokenizer.*.tmp']   # of a killed run
+        if self.s.overwrite:
+            stale.append('ckpt*.pt')
+        for old in [path for pattern in stale for path in self.path.glob(pattern)]:
+            old.unlink()
         copy_tokenizer(corpus.folder, self.path)
         if not ckpt:
             self.log_file.truncate(0)
@@ -124,18 +126,18 @@ class RunFolder:
             self.log_file.flush()
 
     def seconds(self):
-        """That the run has taken so far, before it was resumed too."""
+        """The run has taken so far, including those before it was resumed."""
         return time.monotonic() - self.began
 
     def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
-        """With the optimiser: all that going on needs, random states included. Without: weights."""
+        """With the optimiser: everything needed to resume. Without: weights."""
         ranks = []
         if optimizer:
             kept = {part: move(layers, 'cpu') for part, layers in (memory or {}).items()}
             ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=kept))
         if self.machine.rank > 0:
             return
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
                      iter=it, tokenizer=corpus.hash, weights=model.state_dict(), words=data.words,
                      adapted=getattr(model, 'adapted', []), frozen=frozen)
@@ -171,6 +173,8 @@ class RunFolder:
                 machine.set_random_state(ranks[machine.rank]['random'])
             else:                                        # a process that was not there before
                 torch.manual_seed(s.seed + 1 + machine.rank + ckpt['iter'])
+        except torch.OutOfMemoryError:
+            raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             raise UserError(f'{self.path}/ckpt.pt: its weights are whole, but the rest does not fit them; '
                             f'start a new run from them, with --init_from={self.path}') from None

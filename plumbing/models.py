@@ -38,7 +38,7 @@ def make_config(module, keys):
 
 
 class NoWeights(torch.overrides.TorchFunctionMode):
-    """Draw no random numbers: on the meta device that would load half of torch's compiler."""
+    """Skip normal_: on the meta device it would load half of torch's compiler."""
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.__name__ == 'normal_':
@@ -47,8 +47,8 @@ class NoWeights(torch.overrides.TorchFunctionMode):
 
 
 def sketch(module, keys, adapt=lambda model: model, most=20_000):
-    """A model without weights. It needs no memory, whatever its size; but of parameters there may be
-    only so many, so that no number of layers takes for ever."""
+    """A model without weights, so its size costs no memory. The number of parameter tensors is capped:
+    endless layers would take for ever."""
     config = make_config(module, keys)
     count = 0
 
@@ -56,7 +56,7 @@ def sketch(module, keys, adapt=lambda model: model, most=20_000):
         nonlocal count
         count += 1
         if count > most:
-            raise UserError(f'{module.__name__}: a model of more than {most:,} weights and biases')
+            raise UserError(f'{module.__name__}: more than {most:,} parameter tensors')
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(register)
     try:
         with torch.device('meta'), NoWeights():

@@ -35,8 +35,8 @@ class Settings:
     seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
     stride: int | None = None              # tokens between chunk starts; seq_len if not given
     stream: bool = False                   # no shuffling: each batch row reads on where it stopped
-    memory: int = 0                        # with stream: so many past keys and values extend the context
-    epoch_words: float | None = None       # words per epoch; if not given, it ends after all chunks
+    memory: int = 0                        # with stream: how many past keys and values to keep as context
+    epoch_words: float | None = None       # words per epoch; if not given, an epoch is all chunks
     # how long
     epochs: float = 1.0                    # passes over the chunks, each reordered and newly cut
     max_iters: int | None = None           # steps, instead of epochs; 0: print the plan and stop
@@ -68,13 +68,13 @@ class Settings:
     resume: bool = False                   # go on from out_dir's checkpoint (start, if there is none)
     overwrite: bool = False                # start anew although out_dir holds a run
     init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
-    surgery: str | None = None             # a function of the model's file, or of lora.py, that rebuilds it
+    surgery: str | None = None             # rebuilds it: a function of the model's file, or FILE.NAME
     surgery_args: dict = field(default_factory=dict)
-    surgery_batches: int = 8               # val.bin batches for a surgery that asks for `batches`
+    surgery_batches: int = 8               # of each val.bin, for a surgery that asks for `batches`
     # the machine
     device: str = 'auto'                   # cuda, mps or cpu, whichever is there
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
-    compile: bool | None = None            # torch.compile; if not given, on cuda from 200 steps on
+    compile: bool | None = None            # torch.compile; if not given, on cuda for 200 steps or more
     graph: bool = True                     # a step as one CUDA graph, where that is possible
 
 
@@ -120,8 +120,8 @@ def check_ranges(s):
         if isinstance(value, (int, float)) and (value < 0 or value == 0 and key in positive):
             least = 'more than' if key in positive else 'at least'
             raise UserError(f'{key} = {value} must be {least} 0')
-    names = {short(words) for words in s.checkpoint_words}   # of the files, as ckpt_1M.pt
-    if len(names) < len(s.checkpoint_words):
+    files = {short(words) for words in s.checkpoint_words}   # ckpt_1M.pt
+    if len(files) < len(s.checkpoint_words):
         raise UserError('checkpoint_words: two of them are too close to have files of their own')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
@@ -248,7 +248,10 @@ def read_command(argv):
             value = evaluate(parse(text.strip(), 'eval').body) if equals else True
         except Exception:
             value = text                # not a Python value: a plain string, as data=toy_math
-        values[key.replace('-', '_')] = value
+        key = key.replace('-', '_')
+        if equals and 'str' in str(Settings.__annotations__.get(key)) and isinstance(value, (int, float)):
+            value = text                # a folder may be named 2024-10-12
+        values[key] = value
         bare = None if equals else arg
     return {'out_dir': out_dir, **values}
 
@@ -318,8 +321,8 @@ def sort_keys(values, *owners):
         try:
             given[mine][key] = fit(value, kinds[mine][key])
         except TypeError:
-            kind = getattr(kinds[mine][key], '__name__', '')
-            name = kinds[mine][key] if typing.get_args(kinds[mine][key]) else kind
+            kind = kinds[mine][key]
+            name = kind if typing.get_args(kind) else kind.__name__
             raise UserError(f'{key} = {value!r} is not of type {name}') from None
     return given
 

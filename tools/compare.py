@@ -6,8 +6,8 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep out/gpt2 --png compare.png      # and a picture
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
-It reads log.jsonl alone, of a run that goes on, too. A choice (a block, an expert, a module) is
-unused, or dead, if its share was 0 at the last evaluation. A layer's effective choices are
+It reads only log.jsonl, so it also works while a run trains. A choice (a block, an expert, a module)
+is unused if its share was 0 at the last evaluation. A layer's effective choices are
 exp(entropy of its shares): n if all n get the same, 1 if one gets everything. Training FLOPs are
 6 x active parameters x tokens.
 """
@@ -43,7 +43,7 @@ def find_log(path):
 
 
 def flatten(line):
-    """A line of a log as one flat record, every value of its type; else some exception."""
+    """A line of a log as one flat record. Raises if a value has the wrong type."""
     record = {key: float(value) for key, value in line.items() if isinstance(value, (int, float))}
     record['iter'] = int(record['iter'])
     record['kind'] = next(kind for kind in ('run', 'val', 'loss', 'iter') if kind in line)

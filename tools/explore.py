@@ -9,7 +9,7 @@ Where do tokens go, and does a choice mean something? One page to look at in a b
 The page needs no network. It shows a text as tokens, coloured by their choice in a layer; the gates
 and the loss of each; the tokens that a choice serves most; and how much the class of a token, as
 punctuation or digits, says about its choice, beside what chance alone would give. If you give no text,
-it shows the run's validation set; the statistics are of that set in any case.
+it shows the run's validation set; the statistics are of that set wherever it is still there.
 """
 
 import json

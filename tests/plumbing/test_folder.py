@@ -157,7 +157,7 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path, machine, data_dir, said
     kept = folder.log_file.tell()
     folder.log(2, loss=1.0)
     folder.log_file.close()
-    (tmp_path / 'run' / 'ckpt.tmp').touch()              # a kill during a save left it
+    (tmp_path / 'run' / 'ckpt.pt.tmp').touch()              # a kill during a save left it
     folder.open(corpus, dict(log_bytes=kept))
     folder.log(2, loss=1.5)
     folder.log_file.close()

@@ -38,7 +38,7 @@ def test_surgeries_by_name():
 def test_a_sketch_needs_no_memory():
     model = sketch(moep, dict(vocab_size=10 ** 9, n_embd=3 * 10 ** 5, n_head=1))
     assert model.count_params()[0] > 10 ** 14 and model.wte.weight.is_meta
-    with pytest.raises(UserError, match='moep: a model of more than 20,000 weights'):
+    with pytest.raises(UserError, match='moep: more than 20,000 parameter tensors'):
         sketch(moep, dict(n_layer=10 ** 4))
     with pytest.raises(UserError, match='moep: n_layer = 1,000,000,000 is more than 10,000'):
         sketch(moep, dict(n_layer=10 ** 9))

@@ -47,6 +47,8 @@ def test_config_files(tmp_path):
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
     assert read_command([str(ROOT / 'config/paper/moep.py')])['out_dir'] == 'out/paper/moep'
     assert sort_keys(dict(out_dir=2024, data=7), Settings) == [dict(out_dir='2024', data='7')]
+    named = read_command(['--out_dir=2024-10-12', '--data=0x10', '--init_from=1_0', '--seed=2_0'])
+    assert named == dict(out_dir='2024-10-12', data='0x10', init_from='1_0', seed=20)
 
 
 @pytest.mark.parametrize('text, message', [
