@@ -1,0 +1,1 @@
+"""Eight exercises on routing: python -m lab"""
