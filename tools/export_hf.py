@@ -1,0 +1,250 @@
+"""
+Write a run as a Hugging Face model, for transformers, peft, lm-evaluation-harness and BabyLM.
+
+    python -m tools.export_hf out/moep                               # -> out/moep/hf
+    python -m tools.export_hf out/moep --revision-per-checkpoint     # also hf/chck_1M, hf/chck_2M
+
+    AutoModelForCausalLM.from_pretrained('out/moep/hf', trust_remote_code=True)
+
+The folder holds the model's own file, untouched, a wrapper (tools/modeling_nanopaths.py), weights,
+tokenizer and a model card. It needs nothing of this project: copy it, or upload it. Adapters are
+merged. When it is written, it is loaded again: its logits and ids must be ours. The byte-level
+model reads chunks of bytes, which no tokenizer of that library makes, so it is not exported.
+
+docs/ecosystem.md shows what to do with the folder.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from lora import merge_lora
+from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
+from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
+from plumbing.models import ROOT, import_model
+from plumbing.tokenizer import EOT, PATTERN, byte_letters
+
+# What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
+SAMPLE = """Once upon a time, in a far-away land, there lived 1,234 cats.
+    def f(x):  return x   # don't
+\u201cna\u00efve caf\u00e9\u201d \u4f60\u597d \U0001f642\u200d <|endoftext|>\t\n\n  """
+
+
+# ---- Tokenizer ----------------------------------------------------------------------------------
+
+
+def tokenizer_json(tokenizer):
+    """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
+    if tokenizer.kind == 'neox':
+        return parse_json(tokenizer.blob)
+    letters = {byte: letter for letter, byte in byte_letters().items()}
+    spell = lambda token: ''.join(letters[byte] for byte in token)
+    tokens = tokenizer.token_bytes[:tokenizer.eot]       # end-of-text is the last
+    vocab = {spell(token): i for i, token in enumerate(tokens)}
+    # tiktoken joins any two neighbours whose sum is a token, the lowest id first. So each token
+    # stands here with every pair that makes it up, the longest left part first.
+    known = set(tokens)
+    merges = []
+    for token in tokens:
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                merges.append([spell(left), spell(right)])
+    byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=False,
+                      use_regex=False)
+    split = dict(type='Split', pattern=dict(Regex=PATTERN.pattern), behavior='Isolated',
+                 invert=False)
+    steps = [byte_level] if tokenizer.kind == 'bytes' else [split, byte_level]
+    end = dict(id=tokenizer.eot, content=EOT, single_word=False, lstrip=False, rstrip=False,
+               normalized=False, special=True)
+    return dict(version='1.0', truncation=None, padding=None, added_tokens=[end], normalizer=None,
+                pre_tokenizer=dict(type='Sequence', pretokenizers=steps),
+                post_processor=None, decoder=byte_level,
+                model=dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None,
+                           end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
+                           ignore_merges=True, vocab=vocab, merges=merges))
+
+
+# ---- The files ----------------------------------------------------------------------------------
+
+
+def export(path, folder):
+    """One checkpoint -> the files of `folder`."""
+    from safetensors.torch import save
+    model, ckpt = load_checkpoint(path)
+    tokenizer = run_tokenizer(ckpt)
+    if tokenizer.kind == 'chunks':
+        raise UserError(f'{path} reads chunks of bytes; no tokenizer of transformers makes them')
+    if ckpt['adapted']:
+        model = merge_lora(model)
+    special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)
+    ids = {f'{name}_id': tokenizer.eot for name in special}
+    config = hf_config(model, ckpt) | ids
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        'config.json': config,
+        'generation_config.json': ids,
+        'tokenizer.json': tokenizer_json(tokenizer),
+        'special_tokens_map.json': special,
+        'tokenizer_config.json': special | dict(
+            tokenizer_class='PreTrainedTokenizerFast', model_max_length=model.config.block_size,
+            model_input_names=['input_ids', 'attention_mask'], padding_side='left',
+            clean_up_tokenization_spaces=False, add_prefix_space=False,
+            split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
+    for name, content in files.items():
+        write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + '\n')
+    wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_text(encoding='utf-8')
+    wrapper = wrapper.replace('from .moep ', f"from .{ckpt['model']} ")
+    write(folder / 'modeling_nanopaths.py', wrapper)
+    write(folder / 'README.md', model_card(model, ckpt))
+    for name in (f"{ckpt['model']}.py", 'LICENSE'):
+        write(folder / name, (ROOT / name).read_bytes())
+    weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
+    write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
+    return model, tokenizer
+
+
+def write(path, content):
+    with new_file(path, 'wb') as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
+
+
+def hf_config(model, ckpt):
+    """config.json: what our Config says, and the names under which other tools look for sizes."""
+    c = model.config
+    cache = []
+    with torch.no_grad():
+        states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
+    home = 'modeling_nanopaths.Nanopaths'
+    return dict(
+        model_type='nanopaths', architectures=['NanopathsForCausalLM'],
+        auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
+                      AutoModelForCausalLM=f'{home}ForCausalLM'),
+        model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
+        restart_at=context_limit(model), vocab_size=c.vocab_size, hidden_size=states.size(-1),
+        num_hidden_layers=len(cache), max_position_embeddings=c.block_size,
+        tie_word_embeddings=False)
+
+
+@torch.no_grad()
+def context_limit(model):
+    """block_size, or None for a model that reads on and on (ModuleFormer)."""
+    try:
+        model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long))
+    except ValueError:
+        return model.config.block_size
+    return None
+
+
+# ---- The model card -----------------------------------------------------------------------------
+
+
+def model_card(model, ckpt):
+    """README.md of the folder: what the run's log says of itself."""
+    total, active = model.count_params()
+    summary = (import_model(ckpt['model']).__doc__ or '').strip().split('\n')[0]
+    rows = {
+        'model': f"`{ckpt['model']}.py`: {summary}",
+        'parameters': f'{total:,}; {active:,} active per token',
+        'context': f'{model.config.block_size:,} tokens',
+        'data': f"`{ckpt['settings']['data']}`",
+        'trained': f"{ckpt['iter']:,} steps, {ckpt['words']:,.0f} words"}
+    rows |= read_log(Path(ckpt['folder']) / 'log.jsonl', ckpt['iter'])
+    table = '\n'.join(f'| {name} | {value} |' for name, value in rows.items())
+    return CARD.format(title=Path(ckpt['folder']).name, table=table, file=ckpt['model'])
+
+
+CARD = """---
+license: mit
+library_name: transformers
+pipeline_tag: text-generation
+tags: [nanopaths]
+---
+
+# {title}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+ids = tokenizer('Once upon a time', return_tensors='pt')
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
+```
+
+`{file}.py` is the model, in one file that you can read. `modeling_nanopaths.py` is a thin wrapper.
+Licence: both files are MIT. The text that the model was trained on has a licence of its own.
+"""
+
+
+def read_log(path, step):
+    """{name: text}: what the log says of the run, and of its last validation up to this step."""
+    rows = {}
+    for _, text in read_lines(path) if path.is_file() else ():
+        try:
+            line = parse_json(text)
+            if 'run' in line:
+                run = line['run']
+                rows['command'] = f"`python {run['command']}`"
+                rows['machine'] = f"{run['device']}, torch {run['torch']}, {run['dtype']}"
+            if 'val' in line and line['iter'] <= step:
+                for name, score in line['val'].items():
+                    loss, bits = f"{score['loss']:.4f}", f"{score['bits_per_byte']:.4f}"
+                    rows[f'validation, `{name}`'] = f'loss {loss}, {bits} bits per byte'
+        except (ValueError, LookupError, TypeError, AttributeError):     # a damaged line
+            continue
+    return rows
+
+
+# ---- Whether it is the same model ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def check(folder, model, tokenizer):
+    """Load the folder as anybody would, and compare -> the largest difference of a logit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    their_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    ids = tokenizer.encode(SAMPLE)
+    if their_tokenizer(SAMPLE)['input_ids'] != ids:
+        raise UserError(f'{folder}: its tokenizer gives other ids than ours; please report this')
+    idx = torch.tensor([ids[:model.config.block_size]])
+    difference = (theirs(idx).logits - model(idx)[0]).abs().max().item()
+    if not difference <= 1e-5:
+        raise UserError(f'{folder}: its logits differ by {difference:.1e} from ours; '
+                        'please report this')
+    return difference
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('run', help="a run's folder, or one of its checkpoints")
+    parser.add_argument('--out', help="the folder to write; hf in the run's own if not given")
+    parser.add_argument('--revision-per-checkpoint', action='store_true',
+                        help='also write a folder for each ckpt_<words>.pt, as BabyLM names them')
+    args = parser.parse_args()
+    try:
+        import safetensors
+        import transformers
+    except ImportError as e:
+        raise UserError(f'{e.name} is missing: pip install transformers safetensors') from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    home = Path(read_checkpoint(args.run)['folder'])
+    out = Path(args.out or home / 'hf')
+    jobs = {args.run: out}
+    if args.revision_per_checkpoint:
+        for path in home.glob('ckpt_*.pt'):
+            jobs[path] = out / path.stem.replace('ckpt', 'chck')
+    for path, folder in jobs.items():
+        model, tokenizer = export(path, folder)
+        difference = check(folder, model, tokenizer)
+        print(f'{folder}: ids are equal to ours, logits to {difference:.0e}')
+
+
+if __name__ == '__main__':
+    run_main(main)
