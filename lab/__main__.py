@@ -45,11 +45,13 @@ def explain(error, path):
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
+    if 'leaf Variable' in text:                          # torch's message names no remedy
+        text += ' Overwrite parameters under `with torch.no_grad():`'
     return f'line {lines[-1]}: {text}' if lines else text
 
 
 def run_checks(path):
-    """-> a (verdict, check, text) for each check. Verdicts are ok, wrong and empty."""
+    """-> a (verdict, check, text) for each check. Verdicts are ok, wrong and not yet."""
     found = []
     for check in checks_of(path).CHECKS:
         torch.manual_seed(0)
@@ -59,7 +61,7 @@ def run_checks(path):
         except (Exception, SystemExit) as error:         # the other checks go on, whatever it was
             verdict, text = 'wrong', explain(error, path)
             if isinstance(error, NotImplementedError) and not str(error):    # torch's says something
-                verdict, text = 'empty', text.replace('NotImplementedError: ', 'not written yet')
+                verdict, text = 'not yet', text.replace('NotImplementedError: ', 'not written yet')
         found.append((verdict, check, text))
     return found
 
@@ -68,7 +70,7 @@ def state_of(found):
     verdicts = {verdict for verdict, _, _ in found}
     if verdicts == {'ok'}:
         return 'green'
-    return 'not begun' if verdicts == {'empty'} else 'red'
+    return 'not begun' if verdicts == {'not yet'} else 'red'
 
 
 def colored(word):
@@ -86,14 +88,18 @@ def show(path, details):
     print(f'{colored(state)}  {title}', flush=True)
     messages = [text for _, _, text in found if text]
     if details:
+        seen = set()
         for verdict, check, text in found:
             print(f'  {colored(verdict)}  {check.__doc__}')
+            if text in seen:
+                text = 'the same error'
             if verdict == 'wrong':
                 print(f'             {text}')
+                seen.add(text)
     elif state == 'red':
         print(f'           {messages[0]}')
     if state == 'green':
-        print(f"           In the project: {'; '.join(checks_of(path).PLACES)}")
+        print(f"           In the repository's root: {'; '.join(checks_of(path).PLACES)}")
     return state == 'green'
 
 

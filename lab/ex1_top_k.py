@@ -22,7 +22,8 @@ A choice that was not taken gets no gradient: the loss cannot tell the router th
 been better. And at K = 1 the gate is always 1, its gradient always 0: then the loss teaches the
 router nothing. Exercise 2 is about what helps.
 
-Names carry shapes: score_NE is N tokens by E choices.
+Names carry shapes: score_NE is N tokens by E choices. The checks use float64: make new tensors like
+the input (g_NK.new_zeros).
 """
 
 import torch

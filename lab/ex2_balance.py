@@ -17,7 +17,7 @@ Transformer's, in the form that the code of MoEP (Tapaninaho 2025) has for K cho
 It is 1 if all choices are used alike. At worst, if all tokens put everything on the same K, it is
 E/K.
 
-Another form uses the entropy of p (its logarithm is natural):
+Another form uses the entropy of p, again the mean over the tokens (its logarithm is natural):
 
     H = -sum_i p_i log p_i         p = (0.5, 0.5): H = log 2 = 0.69        p = (1, 0): H = 0
 
@@ -35,5 +35,6 @@ def switch_loss(prob_NE, choice_NK):
 
 
 def entropy_loss(prob_NE):
-    """Probabilities (N, E) -> one number. A p_i of exactly 0 must not make it nan."""
+    """Probabilities (N, E) -> one number. A p_i of exactly 0 makes neither it nor its gradient
+    nan."""
     raise NotImplementedError    # 3 lines

@@ -16,7 +16,7 @@ Call an expert at most once, with one row for each token that chose it: few larg
 are fast, many small ones are not. A token's K choices differ. If no token chose some expert, call
 it with no rows, or not at all. Gradients must flow to x, to the gates and into the experts.
 
-The checks use float64. So make new tensors like x: x.new_zeros, torch.zeros_like.
+The checks use float64: make new tensors like the input (x_ND.new_zeros).
 """
 
 import torch

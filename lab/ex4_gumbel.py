@@ -32,6 +32,6 @@ def gumbel_noise(u):
 
 
 def straight_through(logits_NE, noise_NE, temperature, training):
-    """-> weights (N, E), one-hot. In training their gradient is that of the soft weights.
-    If training is False, the noise is there but must not be used."""
+    """-> weights (N, E), one-hot, of the logits' dtype. In training their gradient is that of the
+    soft weights. If training is False, noise_NE is still passed in: ignore it."""
     raise NotImplementedError    # 4 to 8 lines

@@ -2,7 +2,7 @@
 
 ModuleFormer (Shen et al. 2023) has no softmax in its attention, and no positions. Query t holds a
 stick of length 1. It goes back in time, from its own key t to key 0. Key i breaks off the share
-sigmoid(z_i) of what the later keys have left:
+sigmoid(z_i) of what the later keys have left (for one query t, z_i is z_TT[t, i]):
 
     p_i = sigmoid(z_i) * product of (1 - sigmoid(z_j)) over i < j <= t
 

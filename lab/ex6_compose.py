@@ -8,7 +8,7 @@ text: the paths. Then it puts them side by side in one wider model, and trains t
 
 A parallel layer, layers[i], holds one block of each path. All of them read the same x. Their
 outputs are concatenated along the width, in the order of the paths, and the connection maps that
-to the next x. It has width d, after the last layer k*d.
+to the next x. The next x has width d; after the last layer, k*d.
 
 What the paths have learned goes into the new model like this:
 

@@ -1,12 +1,13 @@
-"""7. A gate that starts as the identity
+"""7. A gate that changes nothing at first
 
 Self-MoE (anonymous 2024) changes a trained model: the input h of a block also passes around it,
 through a gate G, and is added to what the block returns:
 
     h_next = block(h) + G(h)
 
-A gate has no bias. It is one of three kinds: a `matrix` mixes all channels of h, a `vector` has
-one weight for each channel, a `scalar` has one weight for all.
+block(h) already contains its own residual, if it has one. A gate has no bias. It is one of three
+kinds: a `matrix` mixes all channels of h, a `vector` has one weight for each channel, a `scalar`
+has one weight for all.
 
     h = (2, 3), block(h) = (5, 1)
     vector (0.5, -1)      G(h) = (1, -3)      h_next = (6, -2)

@@ -60,7 +60,14 @@ def test_another_right_answer_is_green(name, old, new, tmp_path):
 def test_a_wrong_answer_is_told_what_to_look_at(name, _, old, new, checks, words, tmp_path):
     state, failed, messages = check(tmp_path, name, answered(name, old, new))
     assert (state, failed) == ('red', checks), messages
-    assert words in messages[0] and len(messages[0]) < 350 and '\n' not in messages[0]
+    assert words in messages[0] and '\n' not in messages[0]
+    assert all(len(message) < 300 for message in messages), messages     # not cut off
+
+
+def test_no_underflow_is_blamed_for_a_finite_number(tmp_path):
+    source = answered('ex5_stick', 'return z_TT + log_rest', 'return F.logsigmoid(z_TT) + log_rest')
+    said = ' '.join(check(tmp_path, 'ex5_stick', source)[2])
+    assert 'the sum of 500 logarithms' in said and 'underflows' not in said and 'F.logsigmoid' not in said
 
 
 def test_every_check_finds_a_mistake():
@@ -74,7 +81,7 @@ def test_every_check_finds_a_mistake():
     ('return score_NE.softmax(-1', "SyntaxError: '(' was never closed"),
     ('return score_NE.softmaxx(-1)', 'AttributeError'),
     ('return score_NE.softmax(-1)', '2 results are asked for, not 1'),
-    ('return score_NE, k', 'a result has the shape (6, 5), not (6, 3)'),
+    ('return score_NE, k', 'a result has the shape (3, 5), not (3, 3)'),
     ('pass', 'the function returns None: is a return missing?'),
     ('return top_k_gates(score_NE, k)', 'RecursionError'),
     ('assert k == 0', 'AssertionError'),
@@ -91,11 +98,13 @@ def test_whatever_an_answer_does_is_one_line(answer, words, tmp_path):
         assert f'line {line}: ' in messages[0]
 
 
-def test_one_hole_of_two(tmp_path):
+def test_one_hole_of_two(tmp_path, capsys):
     source = (ROOT / 'lab' / 'ex4_gumbel.py').read_text()
     source = HOLE.sub('    return -(-u.log()).log()\n', source, count=1)
     state, failed, messages = check(tmp_path, 'ex4_gumbel', source)
     assert state == 'red' and 'noise_is_gumbel' not in failed and messages[0].endswith(': not written yet')
+    show(tmp_path / 'ex4_gumbel.py', details=True)
+    assert re.search(r'not yet +in training the weights are one-hot', capsys.readouterr().out)
 
 
 # ---- The command --------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ def test_all_green(run, tmp_path):
     said = run('lab', cwd=tmp_path).stdout
     assert said.count('green      ') == 8 and '8 of 8 are green.' in said
     for path in FILES.values():
-        assert '; '.join(checks_of(path).PLACES) in said
+        assert f"In the repository's root: {'; '.join(checks_of(path).PLACES)}\n" in said
 
 
 def test_one_exercise_in_detail(tmp_path, capsys):
@@ -120,6 +129,8 @@ def test_one_exercise_in_detail(tmp_path, capsys):
     assert re.match(r'red +3\. Sparse dispatch', said) and 'moep.py' not in said
     assert re.search(r'ok +an expert is called at most once', said)
     assert re.search(r'wrong +at K = 1 with other gates.*\n +with a gate of 0\.', said)
+    assert said.count('the example gives') == 1          # an error is told once
+    assert re.search(r'wrong +it also works if no token chose some expert\n +the same error\n', said)
 
 
 @pytest.mark.parametrize('number', FILES)
@@ -143,6 +154,13 @@ def test_the_lab_imports_no_answer():
             root = module.split('.')[0]
             allowed = root in ('torch', 'lab') or root in sys.stdlib_module_names
             assert allowed or module.startswith('plumbing.cli.'), f'{path} imports {module}'
+
+
+def test_the_readme_has_the_titles():
+    text = (ROOT / 'lab' / 'README.md').read_text().lower()
+    for number, path in FILES.items():
+        title = path.read_text().partition('\n')[0].removeprefix(f'"""{number}. ').lower()
+        assert f'| {number} | [{title}]({path.name}) |' in text
 
 
 def test_an_exercise_is_short():

@@ -45,7 +45,8 @@ def gradient(f, *inputs):
     if y.requires_grad:
         found = torch.autograd.grad(y, inputs, allow_unused=True)
     expect(all(x is not None for x in found),
-           'no gradient flows back: look for detach, .data, .item(), torch.tensor, no_grad')
+           'no gradient flows back: look for detach, .data, .item(), torch.tensor, no_grad; '
+           'argmax and one_hot also have none')
     return found if len(found) > 1 else found[0]
 
 

@@ -9,6 +9,8 @@ The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the p
 names, with scatter along dimension 1."""
 PLACES = ['moep.py, Router.forward']
 
+PROB = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.05, 0.05, 0.1, 0.8]])
+
 
 def slow_gates(score_NE, k):
     """One token after the other -> gates, choices"""
@@ -21,33 +23,42 @@ def slow_gates(score_NE, k):
     return torch.stack(gates), torch.stack(choices)
 
 
+def gates_of(ex, score_NE, k):
+    """-> the exercise's gates, choices"""
+    shape = (len(score_NE), k)
+    gate_NK, choice_NK = returned(ex.top_k_gates(score_NE, k), shape, shape)
+    expect(not choice_NK.is_floating_point(),
+           'the choices are not integers: did you return (choices, gates)?')
+    return gate_NK, choice_NK
+
+
 def best_are_chosen(ex):
     """a token's choices are its K best, the best first"""
-    score = randn(6, 5)
-    _, choice = returned(ex.top_k_gates(score, 3), (6, 3), (6, 3))
-    _, wanted = slow_gates(score, 3)
-    expect(choice.tolist() == wanted.tolist(),
-           f'scores {numbers(score[0])}: the three best are {wanted[0].tolist()}, '
-           f'the best first, not {choice[0].tolist()}')
+    score_NE = randn(3, 5)                               # N = K, so a missing keepdim does not crash
+    _, choice_NK = gates_of(ex, score_NE, 3)
+    _, wanted_NK = slow_gates(score_NE, 3)
+    for score, choice, wanted in zip(score_NE, choice_NK.tolist(), wanted_NK.tolist()):
+        expect(choice == wanted,
+               f'a token with the scores {numbers(score)} takes {choice}, not {wanted}: '
+               'the three best of its own scores, the best first')
 
 
 def gates_sum_to_one(ex):
     """a token's gates sum to 1"""
-    prob = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    gate, _ = returned(ex.top_k_gates(prob.log(), 2), (1, 2), (1, 2))
-    total = gate.sum().item()
-    expect(abs(total - 1) < 1e-4,
-           f'the gates of a token sum to {total:.2f}, not 1: divide by the sum of the chosen ones')
+    gate, _ = gates_of(ex, PROB.log(), 2)
+    for total in gate.sum(-1).tolist():
+        expect(abs(total - 1) < 1e-4,
+               f'the gates of a token sum to {total:.2f}, not 1: divide by the sum over the K of '
+               'this token (with keepdim=True)')
 
 
 def ratios_stay(ex):
-    """gates have the ratios of the probabilities: 4/7 and 3/7 in the example"""
-    prob = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.05, 0.05, 0.1, 0.8]])
-    gate, _ = returned(ex.top_k_gates(prob.log(), 2), (2, 2), (2, 2))
+    """gates have the ratios of the probabilities: 4 to 3 in the example"""
+    gate, _ = gates_of(ex, PROB.log(), 2)
     ratio = gate[:, 0] / gate[:, 1]
     expect(same(ratio, torch.tensor([4 / 3, 8.0])),
            f'probabilities of 0.8 and 0.1 get gates of {numbers(gate[1])}: '
-           'their ratio has changed. Is there a second softmax, or none?')
+           'their ratio has changed. Is there a second softmax, none, or one over tokens?')
 
 
 def gates_carry_gradient(ex):
@@ -55,7 +66,7 @@ def gates_carry_gradient(ex):
     score, weight = randn(3, 4), randn(3, 2)
 
     def f(score):
-        gate, _ = returned(ex.top_k_gates(score, 2), (3, 2), (3, 2))
+        gate, _ = gates_of(ex, score, 2)
         return (weight * gate).sum()
     expect(same(gradient(f, score), slope(f, score)),
            'autograd and finite differences disagree: is a part of the gates detached?')
@@ -84,7 +95,8 @@ def gradient_of_chosen(ex):
     found, wanted = found.gather(1, choice), wanted.gather(1, choice)
     expect(same(found, wanted),
            f"the gradient of a token's two chosen scores is {numbers(found[0])}, not "
-           f'{numbers(wanted[0])}. A higher score also lowers the other gate: that is the sum')
+           f'{numbers(wanted[0])}. A higher score also lowers the other gate: that is the sum, '
+           'over the K of one token')
 
 
 def gradient_of_one(ex):

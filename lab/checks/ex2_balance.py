@@ -59,7 +59,7 @@ def switch_gradient(ex):
 def shares_after(loss_of):
     """A router that prefers choice 0 of 4 descends on a loss -> the mean probability of each."""
     score, bias = randn(64, 4), torch.tensor([1.5, 0, 0, 0], dtype=torch.float64)
-    for _ in range(300):
+    for _ in range(100):
         bias = bias - gradient(lambda b: loss_of((score + b).softmax(-1)), bias)
     return (score + bias).softmax(-1).mean(0)
 
@@ -68,7 +68,7 @@ def switch_balances(ex):
     """a router that minimises switch_loss uses all its choices"""
     shares = shares_after(lambda prob: ex.switch_loss(prob, prob.topk(1).indices))
     expect(shares.max() < 0.5,
-           f'after 300 steps the mean probabilities are {numbers(shares)}: minimising your loss '
+           f'after 100 steps the mean probabilities are {numbers(shares)}: minimising your loss '
            'collapses the router. Look at its sign')
 
 
@@ -78,14 +78,15 @@ def entropy_value(ex):
     size = abs(returned(ex.entropy_loss(prob), ()).item())
     expect(abs(size - math.log(2)) < 1e-3,
            f'tokens of (1, 0) and (0, 1) have p = (0.5, 0.5), so 0.693, not {size:.3f}: '
-           'take the mean over tokens first, then the entropy')
+           'take the mean over tokens first, then the entropy. Or is your epsilon too large?')
 
 
 def entropy_of_zero(ex):
     """entropy_loss: a p_i of exactly 0 makes neither the loss nor its gradient nan"""
     prob = torch.tensor([[1.0, 0.0]])
     loss = returned(ex.entropy_loss(prob), ()).item()
-    expect(abs(loss) < 1e-3, f'p = (1, 0) gives {loss}, not 0: mind 0 * log 0')
+    expect(abs(loss) < 1e-3,
+           f'p = (1, 0) gives {loss:.3f}, not 0: mind 0 * log 0, and keep an epsilon small')
     slopes = gradient(ex.entropy_loss, prob)
     expect(slopes.isfinite().all(), f'at p = (1, 0) the gradient is {numbers(slopes)}: mind log 0')
 
@@ -94,7 +95,7 @@ def entropy_balances(ex):
     """a router that minimises entropy_loss uses all its choices"""
     shares = shares_after(ex.entropy_loss)
     expect(shares.max() < 0.5,
-           f'after 300 steps the mean probabilities are {numbers(shares)}: minimising your loss '
+           f'after 100 steps the mean probabilities are {numbers(shares)}: minimising your loss '
            'collapses the router. That is the printed sign')
 
 

@@ -63,7 +63,8 @@ def gates_multiply(ex):
     y, wanted = ex.dispatch(x, gate, choice, experts), dense(x, gate, choice, experts)
     expect(same(returned(y, (8, 3)), wanted),
            f'with a gate of {gate[0].item():.2f} an output is {numbers(y[0])}, not '
-           f'{numbers(wanted[0])}: is every row multiplied by the gate of its own token?')
+           f'{numbers(wanted[0])}: is every row multiplied by the gate of its own token? '
+           'And is it the output, not the input?')
 
 
 def outputs_add_up(ex):
@@ -73,7 +74,8 @@ def outputs_add_up(ex):
     y = returned(ex.dispatch(x, torch.full((3, 2), 0.5), choice, experts), (3, 1))
     expect(same(y, torch.tensor([[50.5], [11.0], [165.0]])),
            f'the example gives {numbers(y)}, not [50.5, 11, 165]: a token has K rows, and all must '
-           'be added to its place. (y[index] = rows, or +=, keeps one row of a repeated index.)')
+           'be added to its place. y[index] = rows overwrites what another expert put there; '
+           '+= with a repeated index keeps one row')
     x, gate, choice, experts = routed(N=8, K=2, E=4)
     y = returned(ex.dispatch(x, gate, choice, experts), (8, 3))
     expect(same(y, dense(x, gate, choice, experts)),
@@ -82,6 +84,7 @@ def outputs_add_up(ex):
 
 def idle_expert(ex):
     """it also works if no token chose some expert"""
+    outputs_add_up(ex)                                   # or this would fail for the same reason
     x, gate, _, experts = routed(N=8, K=2, E=3)
     choice = torch.tensor([[0, 2]] * 8)
     y = returned(ex.dispatch(x, gate, choice, experts), (8, 3))

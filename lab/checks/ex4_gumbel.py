@@ -17,7 +17,15 @@ def weights_of(ex, logits, noise, temperature, training):
     ready_made = AssertionError('F.gumbel_softmax does it, but here you write it yourself')
     with mock.patch.object(F, 'gumbel_softmax', side_effect=ready_made):
         weights = ex.straight_through(logits, noise, temperature, training)
-    return returned(weights, tuple(logits.shape))
+    weights = returned(weights, tuple(logits.shape))
+    expect(weights.dtype == logits.dtype,
+           f'the weights are {weights.dtype}, not {logits.dtype} like the logits')
+    return weights
+
+
+def is_one_hot(weights):
+    two_largest = weights.sort(-1).values[:, -2:]
+    return same(two_largest, torch.tensor([0.0, 1.0]).expand_as(two_largest))
 
 
 def noise_is_gumbel(ex):
@@ -31,8 +39,7 @@ def noise_is_gumbel(ex):
 def weights_are_one_hot(ex):
     """in training the weights are one-hot"""
     weights = weights_of(ex, randn(6, 4), randn(6, 4), 1.0, training=True)
-    two_largest = weights.sort(-1).values[:, -2:]
-    expect(same(two_largest, torch.tensor([0.0, 1.0]).expand(6, 2)),
+    expect(is_one_hot(weights),
            f'the weights that go forward are {numbers(weights[0])}, not one-hot: '
            'the soft weights are for backward alone')
 
@@ -73,6 +80,7 @@ def eval_repeats(ex):
     logits = randn(6, 4)
     weights = weights_of(ex, logits, 5 * randn(6, 4), 1.0, training=False)
     wanted = F.one_hot(logits.argmax(-1), 4)
+    expect(is_one_hot(weights), f'in eval mode the weights are {numbers(weights[0])}, not one-hot')
     expect(same(weights, wanted),
            f'in eval mode, logits {numbers(logits[0])} give the weights {numbers(weights[0])}, not '
            f'{wanted[0].tolist()}: the noise is for training alone')

@@ -18,13 +18,12 @@ def some_layer():
     return nn.Linear(4, 4), torch.randn(2, 3, 4)         # a block, and its input
 
 
-def starts_as_the_block(ex):
-    """at first the gated layer returns what the block does, bit for bit"""
-    block, h = some_layer()
+def starts_at_zero(ex):
+    """at first a gate returns 0"""
+    _, h = some_layer()
     for kind in SIZES:
-        y = returned(ex.gated_layer(block, ex.Gate(kind, 4), h), (2, 3, 4))
-        most = (y - block(h)).abs().max().item()
-        expect(most == 0, f'a new {kind} gate changes the output by up to {most:.3f}: '
+        most = returned(ex.Gate(kind, 4)(h), (2, 3, 4)).abs().max().item()
+        expect(most == 0, f'a new {kind} gate returns up to {most:.3f}: '
                           'its weights must start at 0')
 
 
@@ -63,13 +62,22 @@ def gate_computes(ex):
                f'{numbers(h[0, 0])}, not {numbers(wanted[0, 0])}')
 
 
+def zero_changes_nothing(ex):
+    """where the gate returns 0, the gated layer returns what the block does, bit for bit"""
+    block, h = some_layer()
+    y = returned(ex.gated_layer(block, torch.zeros_like, h), (2, 3, 4))
+    most = (y - block(h)).abs().max().item()
+    expect(most == 0, 'with a gate that returns 0, the output differs from block(h) by up to '
+                      f'{most:.3f}: is h added twice?')
+
+
 def gate_reads_input(ex):
     """the gate reads what the block reads, and is added to what the block returns"""
     block, h = some_layer()
     y = returned(ex.gated_layer(block, lambda h: 2 * h, h), (2, 3, 4))
     expect(same(y, block(h) + 2 * h),
-           'the output is not block(h) + G(h). What does the gate read? It should be the input '
-           'of the block')
+           'the output is not block(h) + G(h). Is h added twice? What does the gate read? '
+           'It should be the input of the block')
 
 
 def product_starts_at_zero(ex):
@@ -93,5 +101,5 @@ def both_factors_learn(ex):
                       'so are both gradients. Start one of them at random')
 
 
-CHECKS = [starts_as_the_block, sizes, gate_learns, gate_computes, gate_reads_input,
+CHECKS = [starts_at_zero, sizes, gate_learns, gate_computes, zero_changes_nothing, gate_reads_input,
           product_starts_at_zero, both_factors_learn]
