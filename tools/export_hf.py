@@ -243,7 +243,7 @@ def main():
     for path, folder in jobs.items():
         model, tokenizer = export(path, folder)
         difference = check(folder, model, tokenizer)
-        print(f'{folder}: ids are equal to ours, logits to {difference:.0e}')
+        print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 
 
 if __name__ == '__main__':

@@ -45,6 +45,9 @@ class NanopathsModel(PreTrainedModel):
 
     def read(self, ids, mask, past):
         """`compute` of every token, as if no masked token were there."""
+        for p in self.parameters():
+            if p.data_ptr() % 16:                        # as mapped from the file; torch 2.10 minds
+                p.data = p.data.clone()
         keep = kept_tokens(ids, mask)
         if past is not None:
             return past.read(self, ids, keep)

@@ -6,6 +6,8 @@ Condense a run into one small file for this folder, all that tables.py and plots
     python docs/results/keep.py out/share --out docs/results/papaformer/both-share_42.json \\
         --with usage=usage.json                    # JSON from tools.path_usage or tools.prune_curve
     python docs/results/keep.py glue_moep_3.json glue_moep_12.json ... --out docs/results/glue.json
+    python docs/results/keep.py results/moep_42 results/gpt2_42 ... --out docs/results/babylm2025.json \\
+        --entity evaluation_data/full_eval/entity_tracking     # what BabyLM's pipeline has written
 
 From log.jsonl it keeps command, sizes and minutes, every evaluation and every 100th training line;
 from eval_blimp.py --json the means, not the pairs; from finetune.py --json the scores and minutes
@@ -76,6 +78,58 @@ def read_glue(paths):
     return kept
 
 
+def read_babylm(folders, entity):
+    """{run: {task: score}} from the reports of the BabyLM 2025 pipeline."""
+    kept = {}
+    for folder in folders:
+        scores = {}
+        for path in sorted(folder.glob('main/zero_shot/causal/*/*/best_temperature_report.txt')):
+            lines = path.read_text().splitlines()
+            average = [i for i, line in enumerate(lines) if line.startswith('### AVERAGE')][0]
+            scores[path.parent.name] = float(lines[average + 1])
+        for line in (folder / 'main/zero_shot/causal/reading/report.txt').read_text().splitlines():
+            name, score = line.split(' SCORE: ')
+            scores[name.lower()] = float(score)
+        predictions = folder / 'main/zero_shot/causal/entity_tracking/entity_tracking/predictions.json'
+        if predictions.exists():
+            scores |= split_entities(entity, json.loads(predictions.read_text()))
+        kept[folder.name] = scores
+    kept['shortest option'] = shortest_option(read_entities(entity))
+    return kept
+
+
+def shortest_option(subsets):
+    """The scores of a rule that never reads the text: take the option of fewest words (ties: any)."""
+    right, nothing, something = {}, [], []
+    for subset, rows in subsets.items():
+        for options in rows:
+            words = [len(option.split()) for option in options]
+            share = (words[0] == min(words)) / words.count(min(words))
+            right.setdefault(subset.rsplit('_', 2)[0], {}).setdefault(subset, []).append(share)
+            (nothing if 'nothing' in options[0] else something).append(share)
+    files = [statistics.mean(map(statistics.mean, found.values())) for found in right.values()]
+    scores = dict(entity_tracking=files, nothing=nothing, something=something)
+    return {name: 100 * statistics.mean(values) for name, values in scores.items()}
+
+
+def read_entities(folder):
+    """{subset: rows}, as the pipeline names and orders them. The first option is the right one."""
+    subsets = {}
+    for path in sorted(folder.glob('*.jsonl')):
+        for row in map(json.loads, path.read_text().splitlines()):
+            subsets.setdefault(f"{path.stem}_{row['numops']}_ops", []).append(row['options'])
+    return subsets
+
+
+def split_entities(folder, predictions):
+    """Percent right where the right option is 'nothing.', and where it is something."""
+    right = {True: [], False: []}
+    for subset, rows in read_entities(folder).items():
+        for options, found in zip(rows, predictions[subset]['predictions'], strict=True):
+            right['nothing' in options[0]].append(found['pred'] == options[0])
+    return dict(nothing=100 * statistics.mean(right[True]), something=100 * statistics.mean(right[False]))
+
+
 def read_run(args):
     """Everything to keep of a training run."""
     kept = dict(note=args.note)
@@ -98,7 +152,11 @@ if __name__ == '__main__':
                         help='JSON files to include whole')
     parser.add_argument('--every', type=int, default=100)
     parser.add_argument('--blimp', type=Path, nargs='*', default=[])
+    parser.add_argument('--entity', type=Path, help="the folder of BabyLM's entity tracking")
     args = parser.parse_args()
-    kept = read_run(args) if args.inputs[0].is_dir() else read_glue(args.inputs)
+    if args.entity:
+        kept = read_babylm(args.inputs, args.entity)
+    else:
+        kept = read_run(args) if args.inputs[0].is_dir() else read_glue(args.inputs)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(rounded(kept)).replace('}, ', '},\n ') + '\n')

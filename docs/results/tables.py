@@ -209,6 +209,37 @@ def moep():
                   full_blimp(some, 'babylm2025'), unused)
 
 
+PAPER_TABLE_1 = {                                    # BLiMP with its supplement, entities, WUG, reading
+    'gpt2': ('GPT-2', 59.70, 13.15, 36.00, 6.40),
+    'moep': ('MoEP', 59.15, 35.65, 33.00, 6.70),
+    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50, 6.60)}
+
+
+def moep_tasks():
+    found = read('babylm2025.json')
+    yield ('| seeds | BLiMP | supplement | mean of both | Entity Tracking | WUG: adjectives | past tense | '
+           'mean, times 100 | reading: eyes | self-paced')
+    for kind, (name, blimp, entity, wug, reading) in PAPER_TABLE_1.items():
+        some = [found[f'{kind}_{seed}'] for seed in SEEDS if f'{kind}_{seed}' in found]
+
+        def cell(*tasks, digits=1, scale=1):
+            return spread([scale * statistics.mean(run[task] for task in tasks) for run in some], digits)
+        wugs = 'wug_adj_nominalization', 'wug_past_tense'
+        yield row(name, len(some), cell('blimp_filtered'), cell('supplement_filtered'),
+                  cell('blimp_filtered', 'supplement_filtered'), cell('entity_tracking'),
+                  *(cell(task, digits=2) for task in wugs), cell(*wugs, scale=100),
+                  cell('eye tracking', digits=2), cell('self-paced reading', digits=2))
+        yield row(f'{name}, the paper', 1, '', '', blimp, entity, '', '', wug, f'{reading} (mean)', '')
+
+
+def moep_entities():
+    yield 'run | Entity Tracking | right where the answer is "nothing." | right where it is something'
+    for name, scores in read('babylm2025.json').items():
+        cells = [f'{scores[key]:.1f}' if key in scores else '-'
+                 for key in ('entity_tracking', 'nothing', 'something')]
+        yield row(f'`{name}`' if '_' in name else f'always the {name}', *cells)
+
+
 def moep_words():
     curves = {}
     for kind, some in finished(runs('moep')).items():
