@@ -10,8 +10,7 @@ The folder holds the model's own file, untouched, a wrapper (tools/modeling_nano
 tokenizer and a model card. It needs nothing of this project: copy it, or upload it. Adapters are
 merged. When it is written, it is loaded again: its logits and ids must be ours. The byte-level
 model reads chunks of bytes, which no tokenizer of that library makes, so it is not exported.
-
-docs/ecosystem.md shows what to do with the folder.
+docs/ecosystem.md says what to do with the folder.
 """
 
 import json
@@ -80,10 +79,9 @@ def export(path, folder):
         model = merge_lora(model)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)
     ids = {f'{name}_id': tokenizer.eot for name in special}
-    config = hf_config(model, ckpt) | ids
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.json').unlink(missing_ok=True)     # it comes last: without it nothing loads
     files = {
-        'config.json': config,
         'generation_config.json': ids,
         'tokenizer.json': tokenizer_json(tokenizer),
         'special_tokens_map.json': special,
@@ -93,27 +91,31 @@ def export(path, folder):
             clean_up_tokenization_spaces=False, add_prefix_space=False,
             split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
     for name, content in files.items():
-        write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + '\n')
-    wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_text(encoding='utf-8')
-    wrapper = wrapper.replace('from .moep ', f"from .{ckpt['model']} ")
+        write_json(folder / name, content)
+    wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
+    wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
     write(folder / 'modeling_nanopaths.py', wrapper)
-    write(folder / 'README.md', model_card(model, ckpt))
+    write(folder / 'README.md', model_card(model, ckpt).encode())
     for name in (f"{ckpt['model']}.py", 'LICENSE'):
         write(folder / name, (ROOT / name).read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
     write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
+    write_json(folder / 'config.json', hf_config(model, ckpt) | ids)
     return model, tokenizer
 
 
 def write(path, content):
     with new_file(path, 'wb') as file:
-        file.write(content if isinstance(content, bytes) else content.encode())
+        file.write(content)
+
+
+def write_json(path, content):
+    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + '\n').encode())
 
 
 def hf_config(model, ckpt):
     """config.json: what our Config says, and the names under which other tools look for sizes."""
-    c = model.config
-    cache = []
+    c, cache = model.config, []
     with torch.no_grad():
         states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
     home = 'modeling_nanopaths.Nanopaths'
@@ -122,7 +124,7 @@ def hf_config(model, ckpt):
         auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
                       AutoModelForCausalLM=f'{home}ForCausalLM'),
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
-        restart_at=context_limit(model), vocab_size=c.vocab_size, hidden_size=states.size(-1),
+        context_limit=context_limit(model), vocab_size=c.vocab_size, hidden_size=states.size(-1),
         num_hidden_layers=len(cache), max_position_embeddings=c.block_size,
         tie_word_embeddings=False)
 
@@ -151,8 +153,8 @@ def model_card(model, ckpt):
         'data': f"`{ckpt['settings']['data']}`",
         'trained': f"{ckpt['iter']:,} steps, {ckpt['words']:,.0f} words"}
     rows |= read_log(Path(ckpt['folder']) / 'log.jsonl', ckpt['iter'])
-    table = '\n'.join(f'| {name} | {value} |' for name, value in rows.items())
-    return CARD.format(title=Path(ckpt['folder']).name, table=table, file=ckpt['model'])
+    lines = [f'| {name} | ' + text.replace('|', '\\|') + ' |' for name, text in rows.items()]
+    return CARD.format(title=Path(ckpt['folder']).name, table='\n'.join(lines), file=ckpt['model'])
 
 
 CARD = """---
@@ -210,13 +212,12 @@ def check(folder, model, tokenizer):
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     their_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = tokenizer.encode(SAMPLE)
-    if their_tokenizer(SAMPLE)['input_ids'] != ids:
-        raise UserError(f'{folder}: its tokenizer gives other ids than ours; please report this')
     idx = torch.tensor([ids[:model.config.block_size]])
     difference = (theirs(idx).logits - model(idx)[0]).abs().max().item()
-    if not difference <= 1e-5:
-        raise UserError(f'{folder}: its logits differ by {difference:.1e} from ours; '
-                        'please report this')
+    if their_tokenizer(SAMPLE)['input_ids'] != ids or not difference <= 1e-5:
+        (folder / 'config.json').unlink()                # so that nobody takes it for the model
+        raise UserError(f'{folder}: it gives other ids than ours, or logits that differ by '
+                        f'{difference:.1e}; please report this')
     return difference
 
 
@@ -241,8 +242,7 @@ def main():
         for path in home.glob('ckpt_*.pt'):
             jobs[path] = out / path.stem.replace('ckpt', 'chck')
     for path, folder in jobs.items():
-        model, tokenizer = export(path, folder)
-        difference = check(folder, model, tokenizer)
+        difference = check(folder, *export(path, folder))
         print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 
 

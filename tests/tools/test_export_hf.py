@@ -123,6 +123,17 @@ def test_other_masks_are_refused(exported):
     for mask in (torch.ones(1, 4, 4), torch.eye(4)[None]):          # sees the future; sees itself alone
         with pytest.raises(ValueError, match='attention_mask may hide padding and the future'):
             theirs(idx, attention_mask=mask)
+    for shape in ((1, 3), (1, 1, 4, 4), (2, 4)):
+        with pytest.raises(ValueError, match='attention_mask is'):
+            theirs(idx, attention_mask=torch.ones(shape))
+    with pytest.raises(ValueError, match='position_ids is not supported'):
+        theirs(idx, position_ids=torch.arange(4)[None])
+    with pytest.raises(ValueError, match='what this model has returned'):
+        theirs(idx, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match='padding on the left'):
+        theirs.generate(idx, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1)
+    with pytest.raises(ValueError, match='cannot be resized'):
+        theirs.resize_token_embeddings(9)
 
 
 @torch.no_grad()
@@ -149,10 +160,16 @@ def test_cache_in_parts(exported):
         past = output.past_key_values
         parts.append(output.logits)
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-5
-    uncached = theirs.generate(idx, max_new_tokens=4, do_sample=False, use_cache=False, eos_token_id=None)
+    keys = dict(do_sample=False, use_cache=False, eos_token_id=None)
+    uncached = theirs.generate(idx, max_new_tokens=4, **keys)
     assert uncached.tolist() == ours.generate(idx, 4, temperature=0).tolist()
-    with pytest.raises(ValueError, match='more than the block_size of 24'):
-        theirs(random_ids(1, 25))
+    assert theirs.generate(idx, max_new_tokens=9, **keys).shape == (2, 29)       # its window slides
+    long = random_ids(2, 30)
+    found = theirs.generate(long, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert found.tolist() == ours.generate(long, 20, temperature=0).tolist()
+    for cached in (False, True):
+        with pytest.raises(ValueError, match='more than the block_size of 24'):
+            theirs(random_ids(1, 25), use_cache=cached)
     with pytest.raises(ValueError, match='padding may stand only in the first'):
         theirs(idx[:, :2], attention_mask=torch.tensor([[1, 1], [0, 1]]), past_key_values=past)
 
@@ -187,9 +204,45 @@ def test_loss_and_gradient(exported):
             module.p = 0.0
     expected = loss + 0.5 * ours(idx)[2]['block_balance']
     assert abs(theirs(idx, labels=labels).loss - expected) < 1e-5
+    # Trainer: 15 targets here, 30 in all that it accumulates
+    assert abs(theirs(idx, labels=labels, num_items_in_batch=30).loss - expected / 2) < 1e-5
     theirs.config.aux_weights = {}
     theirs.eval()
     assert len(theirs(idx, labels=labels, return_dict=False)) == 2
+
+
+@torch.no_grad()
+def test_padding_is_not_in_the_loss(exported):
+    """Left, right, in the middle, more than the context: the loss of the real tokens alone."""
+    ours, theirs, _ = exported('moep')
+    idx = random_ids(1, 30)
+    for kept in (range(10, 30), range(0, 20), [3, 4, 7, 8, 20]):
+        mask = torch.zeros_like(idx)
+        mask[0, list(kept)] = 1
+        alone = idx[mask.bool()][None]
+        _, loss, _ = ours(alone[:, :-1], alone[:, 1:])
+        assert abs(theirs(idx, attention_mask=mask, labels=idx).loss - loss) < 1e-5
+
+
+@torch.no_grad()
+def test_rows_of_padding_alone(exported):
+    _, theirs, _ = exported('moep')
+    mask = torch.tensor([[0, 0, 0], [0, 1, 1]])
+    idx = random_ids(2, 3)
+    assert theirs(idx, attention_mask=mask).logits[0].abs().max() == 0
+    past = theirs(idx, attention_mask=mask, use_cache=True).past_key_values
+    after = theirs(idx[:, :1], past_key_values=past).logits
+    assert (after[0] - theirs(idx[:1, :1]).logits[0]).abs().max() < 1e-5
+    assert (after[1] - theirs(torch.cat((idx[1:, 1:], idx[1:, :1]), 1)).logits[0, -1]).abs().max() < 1e-5
+
+
+def test_loaded_in_inference_mode_and_trained(exported):
+    _, _, folder = exported('pruned')                    # its stacks have odd sizes
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert all(p.data_ptr() % 16 == 0 for p in model.parameters())
+    with torch.inference_mode():
+        model(random_ids(1, 4))
+    model(random_ids(1, 4), labels=random_ids(1, 4)).loss.backward()
 
 
 @torch.no_grad()
