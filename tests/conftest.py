@@ -115,20 +115,33 @@ def smoke(run, data_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def smokes(smoke, request):
-    """{config: the future of its run folder} of all tests that ask for one by `config`, in turn."""
-    items = [item for item in request.session.items if 'smokes' in item.fixturenames]
-    configs = [item.callspec.params['config'] for item in items]
+def beside():
+    """A thread for long runs, one after the other, beside the tests: most of these keep one core busy."""
     with ThreadPoolExecutor(1) as pool:
-        yield {config: pool.submit(smoke, config) for config in configs}
+        yield pool
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.fixture(scope='session')
+def smokes(smoke, beside, request):
+    """{config: the future of its run folder} of all tests that ask for one by `config`, in turn."""
+    items = [item for item in request.session.items if 'smokes' in item.fixturenames]
+    configs = [item.callspec.params['config'] for item in items]
+    return {config: beside.submit(smoke, config) for config in configs}
+
+
+@pytest.fixture(scope='session')
+def tour(beside, data_dir, tmp_path_factory):
+    """The future of what the tour's page prints."""
+    from test_tour import run_page
+    return beside.submit(run_page, data_dir, tmp_path_factory.mktemp('tour'))
+
+
 @pytest.fixture(scope='session', autouse=True)
-def early_smokes(request):
-    """Those runs go on beside the other tests, from the beginning: most tests keep only one core busy."""
-    if any('smokes' in item.fixturenames for item in request.session.items):
-        request.getfixturevalue('smokes')
+def start_early(request):
+    for name in ('smokes', 'tour'):
+        if any(name in item.fixturenames for item in request.session.items):
+            request.getfixturevalue(name)
 
 
 def documents(folder, split):

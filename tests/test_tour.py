@@ -53,9 +53,8 @@ def as_script(cells):
     return '\n'.join(lines)
 
 
-@pytest.mark.slow
-def test_the_page_runs_and_prints_what_it_shows(data_dir, tmp_path):
-    """The notebook's cells, in a copy of the project. (That they are the page's is the next test.)"""
+def run_page(data_dir, tmp_path):
+    """-> what each of the notebook's cells prints, in a copy of the project."""
     for path in ROOT.glob('*.py'):
         shutil.copy(path, tmp_path)
     for name in ('config', 'plumbing', 'tools'):
@@ -72,7 +71,13 @@ def test_the_page_runs_and_prints_what_it_shows(data_dir, tmp_path):
     done = subprocess.run([sys.executable, '-u', '-'], input=as_script(codes), capture_output=True, **here)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(long) == 1 and 'step      2' in long[0].communicate()[0]
-    _, *outputs = done.stdout.split('end of cell\n')[:-1]
+    return done.stdout.split('end of cell\n')[:-1]
+
+
+@pytest.mark.slow
+def test_the_page_runs_and_prints_what_it_shows(tour):
+    """The notebook's cells. (That they are the page's is another test.)"""
+    _, *outputs = tour.result()
     at = -1
     for kind, text in PARTS:
         if kind in ('sh', 'python'):

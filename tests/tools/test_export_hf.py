@@ -347,14 +347,14 @@ def test_as_a_user(run, data_dir, tmp_path):
     """Export with the checkpoints by words; a fresh process elsewhere loads a copy of the folder."""
     run('train.py', ROOT / 'config/moep.py', f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=2',
         '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=0',
-        '--checkpoint_words=[1,99]', cwd=tmp_path)
+        '--checkpoint_words=[99]', cwd=tmp_path)
     home = tmp_path / 'home'
     with open(tmp_path / 'out/moep/log.jsonl', 'a') as log:
         log.write('{"iter": 1, "val": 5}\n')             # a damaged line
     said = run('tools.export_hf', 'moep', '--revision-per-checkpoint', cwd=tmp_path,
                HF_HOME=str(home)).stdout
     folder = tmp_path / 'out/moep/hf'
-    assert said.count('the same ids, the same logits') == 3 and (folder / 'chck_99/config.json').exists()
+    assert said.count('the same ids, the same logits') == 2 and (folder / 'chck_99/config.json').exists()
     card = (folder / 'README.md').read_text()
     for text in ('config/moep.py', 'bits per byte', '`toy_stories`', 'license: mit', '2 steps', 'torch 2.'):
         assert text in card
