@@ -115,7 +115,7 @@ def write_json(path, content):
 
 def hf_config(model, ckpt):
     """config.json: what our Config says, and the names under which other tools look for sizes."""
-    c, cache = model.config, []
+    cache = []
     with torch.no_grad():
         states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
     home = 'modeling_nanopaths.Nanopaths'
@@ -124,9 +124,9 @@ def hf_config(model, ckpt):
         auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
                       AutoModelForCausalLM=f'{home}ForCausalLM'),
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
-        context_limit=context_limit(model), vocab_size=c.vocab_size, hidden_size=states.size(-1),
-        num_hidden_layers=len(cache), max_position_embeddings=c.block_size,
-        tie_word_embeddings=False)
+        context_limit=context_limit(model), hidden_size=states.size(-1),
+        num_hidden_layers=len(cache), vocab_size=model.config.vocab_size,
+        max_position_embeddings=model.config.block_size, tie_word_embeddings=False)
 
 
 @torch.no_grad()
@@ -237,11 +237,11 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     home = Path(read_checkpoint(args.run)['folder'])
     out = Path(args.out or home / 'hf')
-    jobs = {args.run: out}
+    paths = [Path(args.run)]
     if args.revision_per_checkpoint:
-        for path in home.glob('ckpt_*.pt'):
-            jobs[path] = out / path.stem.replace('ckpt', 'chck')
-    for path, folder in jobs.items():
+        paths += home.glob('ckpt_*.pt')
+    for path in paths:
+        folder = out / path.stem.replace('ckpt', 'chck') if path.match('ckpt_*.pt') else out
         difference = check(folder, *export(path, folder))
         print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -355,6 +356,9 @@ def test_as_a_user(run, data_dir, tmp_path):
                HF_HOME=str(home)).stdout
     folder = tmp_path / 'out/moep/hf'
     assert said.count('the same ids, the same logits') == 2 and (folder / 'chck_99/config.json').exists()
+    shutil.rmtree(folder / 'chck_99')                    # one checkpoint goes to its own folder, too
+    run('tools.export_hf', 'out/moep/ckpt_99.pt', cwd=tmp_path, HF_HOME=str(home))
+    assert (folder / 'chck_99/config.json').exists()
     card = (folder / 'README.md').read_text()
     for text in ('config/moep.py', 'bits per byte', '`toy_stories`', 'license: mit', '2 steps', 'torch 2.'):
         assert text in card
