@@ -6,37 +6,36 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
   BPE tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk
   into one vector, the core is causal over chunks, and a small decoder spells the next chunk:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
-- Shared weights (section 5.1). All layers use one FFN (`share='ffn'`, as in MobiLlama) or one
-  whole block (`share='all'`, as in ALBERT). `lora_rank` gives each layer its own low-rank adapters.
-  This saves parameters, not computation; a shared weight's gradient is the sum over its layers.
+- Shared weights (section 5.1). All layers, or each `share_group` in a row, use one FFN
+  (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
+  gives each layer its own low-rank adapters. This saves parameters, not computation.
 
 What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
 per byte, 1.586 with half the parameters (`share='all'`), 1.978 from bytes (docs/results.md).
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
-chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. End-of-text is a chunk by
-itself; a token of more than byte_limit bytes becomes several. Padding is never a target (plumbing/
-data.py makes it -1). Impossible symbols get probability 0, so the probabilities of all chunks sum to
-1: a joint probability of bytes and chunk boundaries, since end-of-chunk is scored.
+chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
+chunks; end-of-text is a chunk by itself. Padding is never a target (plumbing/data.py makes it -1).
+Impossible symbols get probability 0, so all chunks' probabilities sum to 1. End-of-chunk is scored.
 
 Departures from the paper, and gaps it leaves:
-- It decodes all bytes of a chunk at once (`decoder='parallel'`): given the core's state they are
-  independent. By default (`causal`) a byte also sees the earlier ones of its chunk, which makes a
-  better probability model. Both read one projection of the state; the release has one per slot.
-- It gives the byte parts no width but "64 for example". Ours is 128, and they still have 96% fewer
+- It decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are
+  independent. By default (`causal`) a byte also sees the earlier ones of its chunk: a better model.
+- It gives the byte parts no width but "64 for example". Ours is 128, and they still have 93% fewer
   parameters than the table they replace. Encoder and decoder have learned positions and no dropout,
   and share the table of symbols with the head. The mean over a chunk includes its end-of-chunk.
 - The core begins with a learned vector, from which the first chunk of a window is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
-- Under a dropout schedule (section 5.5) attention has no dropout. In the release it has, `linear`
-  rises instead of falling, and `triangle` has four cycles instead of one.
+- Of dropout schedules (section 5.5) it names early and late. `rising` and `triangles` are the
+  release's `linear` and `triangle`; our `linear` falls, and our `triangle` has one cycle, not four.
 
 Dimension letters: B batch, T sequence (tokens or symbols), C whole chunks, L slots of a chunk,
 D width, d width of the byte parts or of one head, H heads, V vocabulary.
 """
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -54,7 +53,8 @@ class STLMConfig:
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
-    share: str = 'none'            # weights that all layers have in common: none | ffn | all
+    share: str = 'none'            # weights that layers have in common: none | ffn | all
+    share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
     byte_limit: int = 0            # the most bytes in a chunk (`prepare.py --chunks`); 0: tokens
     decoder: str = 'causal'        # how a chunk is spelled: causal | parallel
@@ -63,7 +63,7 @@ class STLMConfig:
     byte_head: int = 4             # attention heads of each
 
     def __post_init__(self):
-        least = dict(lora_rank=0, byte_limit=0, vocab_size=4)    # a byte and three other symbols
+        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, and three more
         for field in fields(self):
             if field.type is int and getattr(self, field.name) < least.get(field.name, 1):
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
@@ -77,19 +77,19 @@ class STLMConfig:
                 raise ValueError(f'a width of {width} cannot be split into {heads} heads of even width')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.lora_rank and self.share == 'none':
-            raise ValueError("lora_rank adapts shared weights: set share='ffn' or share='all'")
+        if self.share == 'none' and (self.lora_rank or self.share_group):
+            raise ValueError("lora_rank and share_group need shared weights: set share='ffn' or share='all'")
         slots = self.byte_limit + 1
         if self.byte_limit and (self.block_size % slots or self.block_size < 2 * slots):
-            raise ValueError(f'block_size = {self.block_size} must be a multiple of byte_limit + 1 = '
-                             f'{slots}, and at least {2 * slots}')
+            raise ValueError(f'block_size = {self.block_size} must be 2 or more chunks of {slots} slots')
 
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
 class ByteEnds:
-    """Turns symbols into the core's input, and the core's states into logits. TokenEnds, below, does
-    so for tokens. The weights are the model's own, so that their names in checkpoints stay short."""
+    """Turns symbols into the core's input, and the core's states into logits; TokenEnds, below, does
+    so for tokens. The model owns the weights: short names in checkpoints. Nothing here needs bytes:
+    in "next thoughts" (section 5.4) a chunk is a sentence of tokens (config/stlm_thoughts.py)."""
     def __init__(self, model):
         c = model.config
         self.causal = c.decoder == 'causal'
@@ -99,7 +99,7 @@ class ByteEnds:
         model.wte = nn.Embedding(c.vocab_size, c.byte_embd)    # of symbols; also the head
         model.encoder, model.decoder = ChunkTransformer(c), ChunkTransformer(c)
         model.pool = nn.Linear(c.byte_embd, c.n_embd, bias=False)
-        model.spread = nn.Linear(c.n_embd, c.byte_embd, bias=False)
+        model.spread = nn.Linear(c.n_embd, self.slots * c.byte_embd, bias=False)
         model.start = nn.Parameter(torch.empty(c.n_embd))
 
     def cut(self, idx):
@@ -120,7 +120,7 @@ class ByteEnds:
     def spell(self, model, states, chunks):
         """(B, C, D) states, the (B, C, L) chunks that they predict -> logits (B, C, L, V). Slot j
         reads the state and, if `causal`, the symbols before it; never its own or later ones."""
-        x = model.spread(states).type_as(states)[:, :, None].expand(-1, -1, self.slots, -1)
+        x = model.spread(states).type_as(states).unflatten(2, (self.slots, -1))    # a vector per slot
         if self.causal:
             before = model.wte(chunks[:, :, :-1])
             x = x + F.pad(before, (0, 0, 1, 0))          # slot j gets symbol j - 1, slot 0 none
@@ -159,12 +159,15 @@ class ByteEnds:
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
 
 class Transformer(nn.Module):
-    """The layers of the core, of the encoder and of the decoder. Shared parts are lists of one."""
+    """The layers of the core, the encoder or the decoder. Layers that share a part have it once."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        n_attention = 1 if c.share == 'all' else c.n_layer
-        n_ffn = c.n_layer if c.share == 'none' else 1
+        group = c.share_group or c.n_layer               # layers in a row that share
+        self.per_attention = group if c.share == 'all' else 1    # layers that use one attention
+        self.per_ffn = 1 if c.share == 'none' else group
+        n_attention = math.ceil(c.n_layer / self.per_attention)
+        n_ffn = math.ceil(c.n_layer / self.per_ffn)
         self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_attention))
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_attention))
         self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
@@ -172,7 +175,7 @@ class Transformer(nn.Module):
         if c.share == 'all':
             shared |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
         self.adapters = nn.ModuleList(
-            nn.ModuleDict({name: Adapter(linear, c.lora_rank) for name, linear in shared.items()})
+            nn.ModuleDict({name: adapter(linear, c.lora_rank) for name, linear in shared.items()})
             for _ in range(c.n_layer if c.lora_rank else 0))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
         self.dropout = Dropout(c.dropout)
@@ -181,22 +184,18 @@ class Transformer(nn.Module):
         """(B, T, D) -> final-norm states (B, T, D). mix(q, k, v, layer) computes the attention."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
-            a, f = i % len(self.attention), i % len(self.ffn)    # 0 if shared
+            a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
             adapters = self.adapters[i] if self.adapters else {}
             x = x + self.dropout(self.attention[a](x, adapters, mix, i))
             x = x + self.dropout(self.ffn[f](self.norm[a](x), adapters))
         return self.norm_f(x)
 
 
-class Adapter(nn.Module):
+def adapter(linear, rank):
     """A low-rank map, zero at first, that a layer adds to a shared linear map."""
-    def __init__(self, linear, rank):
-        super().__init__()
-        self.down = nn.Linear(linear.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, linear.out_features, bias=False)
-
-    def forward(self, x):
-        return self.up(self.down(x))
+    down = nn.Linear(linear.in_features, rank, bias=False)
+    up = nn.Linear(rank, linear.out_features, bias=False)
+    return nn.Sequential(OrderedDict(down=down, up=up))
 
 
 def adapted(linear, x, adapters, name):
@@ -242,7 +241,6 @@ class Attention(nn.Module):
     """Grouped-query attention: n_head / n_kv_head query heads read each key and value head."""
     def __init__(self, d, n_head, n_kv_head):
         super().__init__()
-        self.n_head = n_head
         self.counts = (n_head, n_kv_head, n_kv_head)     # heads of queries, keys, values
         self.norm = nn.RMSNorm(d, eps=1e-6)
         self.qkv = nn.Linear(d, sum(self.counts) * (d // n_head), bias=False)
@@ -271,8 +269,9 @@ class ChunkTransformer(Transformer):
     """The byte encoder or decoder: a small Transformer in each chunk, with learned positions."""
     def __init__(self, config):
         d, heads = config.byte_embd, config.byte_head
-        super().__init__(replace(config, n_embd=d, n_head=heads, n_kv_head=heads, ffn_hidden=3 * d,
-                                 n_layer=config.byte_layer, dropout=0.0, share='none', lora_rank=0))
+        small = replace(config, n_layer=config.byte_layer, n_embd=d, n_head=heads, n_kv_head=heads,
+                        ffn_hidden=3 * d, dropout=0.0, share='none', share_group=0, lora_rank=0)
+        super().__init__(small)
         self.position = nn.Parameter(torch.empty(config.byte_limit + 1, d))
 
     def forward(self, x, mask=None, causal=False):       # x is (B, C, L, d)
@@ -283,8 +282,7 @@ class ChunkTransformer(Transformer):
 
 class Dropout(nn.Module):
     """Dropout at a constant rate or, under a schedule, at p. p is a tensor, so compiled models and
-    captured CUDA graphs read it anew at every step. As a buffer it moves with the model; it is not
-    saved, since set_dropout fills it before it is read."""
+    captured CUDA graphs read it anew at every step; as a buffer it moves with the model."""
     def __init__(self, rate):
         super().__init__()
         self.constant = rate                             # None under a schedule
@@ -296,6 +294,15 @@ class Dropout(nn.Module):
         p = self.p if self.constant is None else torch.full((), self.constant, device=x.device)
         keep = torch.rand(x.shape, device=x.device) >= p
         return torch.where(keep, x / (1 - p).to(x.dtype), 0)
+
+
+def attend_scheduled(q, k, v, dropout):
+    """attend, written out: under a schedule the rate is a tensor, which SDPA does not take."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))    # for each query head
+    scores = q @ k.mT / math.sqrt(q.size(-1))            # (B, H, T, T)
+    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return dropout(weights) @ v
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -347,8 +354,7 @@ class STLM(Transformer):
 
     def set_dropout(self, p):
         """train.py calls this at every step of a schedule (section 5.5). `early`: dropout, then none,
-        against underfitting; `late`: none, then dropout, against overfitting; `linear` falls to 0;
-        `triangle` rises and falls."""
+        against underfitting; `late`: none, then dropout, against overfitting."""
         self.dropout.constant = None
         self.dropout.p.fill_(p)
 
@@ -356,8 +362,11 @@ class STLM(Transformer):
         """(B, T, D) vectors of tokens or chunks -> final-norm states (B, T, D)."""
         past = cache[0][0].size(2) if cache else 0
         dropout = self.dropout.constant if self.training else 0.0
-        def mix(q, k, v, layer):                         # SDPA takes no tensor: under a schedule, 0
-            return attend(rope(q, past), rope(k, past), v, cache, layer, dropout or 0.0)
+        def mix(q, k, v, layer):
+            q, k = rope(q, past), rope(k, past)
+            if dropout is None and cache is None:        # a schedule; train.py has no cache
+                return attend_scheduled(q, k, v, self.dropout)
+            return attend(q, k, v, cache, layer, dropout or 0.0)
         return self.layers(x, mix)
 
     def read(self, idx, cache):

@@ -100,10 +100,10 @@ def learning_rate(it, s, max_iters):
 
 
 def dropout_rate(it, s, max_iters, p):
-    """The model's rate p over the run: on then off, off then on, falling, or rising and falling."""
+    """The model's rate p over the run: on then off, off then on, falling, rising, one peak or four."""
     done = min(1.0, it / max_iters)
-    early = float(done < s.dropout_phase)
-    shapes = dict(constant=1.0, early=early, late=1 - early, linear=1 - done, triangle=1 - abs(2 * done - 1))
+    shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
+                  rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
     return p * shapes[s.dropout_schedule]
 
 

@@ -1,8 +1,9 @@
 """The Super Tiny baseline on the toy stories: a modern Transformer on tokens.
 
     --share=ffn                                    # or all: share weights between layers
+    --share=ffn --share_group=2                    # between two layers each
     --share=ffn --lora_rank=8                      # with a low-rank adapter for each layer
-    --dropout=0.1 --dropout_schedule=early         # or late, linear, triangle
+    --dropout=0.1 --dropout_schedule=early         # or late, linear, rising, triangle, triangles
 """
 model = 'stlm'
 data = 'toy_stories'

@@ -21,7 +21,7 @@ from plumbing.cli import NANOGPT, UserError, short
 from plumbing.models import ROOT, import_model
 
 SCHEDULES = ('cosine', 'linear', 'constant')
-DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'triangle')
+DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Settings:
     beta2: float = 0.95
     eps: float = 1e-8
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
-    dropout_schedule: str = 'constant'     # constant | early | late | linear | triangle, if the model can
+    dropout_schedule: str = 'constant'     # constant | early | late | linear | rising | triangle | triangles
     dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
     aux_weights: dict[str, float] = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
     # what is written

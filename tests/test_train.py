@@ -25,7 +25,7 @@ from plumbing.checkpoint import load_checkpoint, read_checkpoint
 from plumbing.data import Corpus, Data
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine
-from plumbing.settings import Settings, read_settings
+from plumbing.settings import DROPOUT_SCHEDULES, Settings, read_settings
 
 TRAINING = ['--dropout=0.1', '--batch_size=2', '--warmup_iters=5', '--eval_tokens=256', '--log_interval=1',
             '--sample_tokens=5']
@@ -178,12 +178,14 @@ def test_an_auxiliary_value_without_gradient_is_told(run, data_dir, tmp_path):
 
 def test_dropout_schedules(run, data_dir, tmp_path, monkeypatch):
     rates = {}
-    for name in ('constant', 'early', 'late', 'linear', 'triangle'):
+    for name in DROPOUT_SCHEDULES:
         s = Settings(dropout_schedule=name, dropout_phase=0.25)
         rates[name] = [round(train.dropout_rate(it, s, 8, 0.2), 4) for it in range(8)]
     assert rates == dict(constant=[0.2] * 8, early=[0.2] * 2 + [0.0] * 6, late=[0.0] * 2 + [0.2] * 6,
                          linear=[0.2, 0.175, 0.15, 0.125, 0.1, 0.075, 0.05, 0.025],
-                         triangle=[0.0, 0.05, 0.1, 0.15, 0.2, 0.15, 0.1, 0.05])
+                         rising=[0.0, 0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175],
+                         triangle=[0.0, 0.05, 0.1, 0.15, 0.2, 0.15, 0.1, 0.05], triangles=[0.0, 0.2] * 4)
+    assert [round(train.dropout_rate(it, s, 32, 0.2), 4) for it in range(8, 13)] == [0, 0.05, 0.1, 0.15, 0.2]
 
     def triangle(out, *args):
         run('train.py', 'config/stlm.py', f'--data_dir={data_dir}', '--dropout=0.2', '--batch_size=1',
@@ -213,7 +215,7 @@ def test_a_scheduled_rate_reaches_the_model(tiny, tmp_path):
     tiny('--dropout=0.5', '--dropout_schedule=late', '--dropout_phase=0.5', keys=model, out='late')
     tiny('--dropout=0.0', keys=model, out='never')
     late, never = losses(tmp_path / 'late'), losses(tmp_path / 'never')
-    assert [late[step] == never[step] for step in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [abs(late[step] - never[step]) < 1e-4 for step in (1, 2, 3, 4)] == [True, True, False, False]
 
 
 def test_checkpoints_by_words(tiny, tmp_path):
@@ -293,7 +295,7 @@ def test_memory_is_no_longer_than_asked():
         assert torch.equal(key, k[:, :, 2:] * x) and value.shape == (1, 2, 4, 1) and not key.requires_grad
 
 
-@pytest.mark.parametrize('config', ['moep', 'gpt2', 'papaformer', 'llama', 'selfmoe', 'stlm'])
+@pytest.mark.parametrize('config', ['moep', 'gpt2', 'papaformer', 'llama', 'selfmoe', 'stlm', 'stlm_depth'])
 def test_segment_memory_is_refused_where_keys_have_positions(run, data_dir, tmp_path, config):
     """They would keep those of their own segment, and stand where the next one's tokens do."""
     args = ['--stream', '--seq_len=16', '--memory=16', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/x']
@@ -635,7 +637,7 @@ def one_line(done):
     (['--data=nothing'], ['nothing', 'python prepare.py']),
     (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'the model reads tokens']),
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
-    (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, triangle']),
+    (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, rising, triangle, triangles']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
     (['--data=tinystories_neox'],
      ['python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json']),

@@ -1,6 +1,7 @@
 """Section 5.1: one block shared by all layers, as in ALBERT.
 
     python prepare.py simplewiki && python train.py config/paper/stlm/shared_all.py
+    --share_group=5                                # one for each half of the layers
 """
 model = 'stlm'
 data = 'simplewiki'

@@ -1,6 +1,7 @@
 """Section 5.1: the baseline with one FFN shared by all layers, as in MobiLlama.
 
     python prepare.py simplewiki && python train.py config/paper/stlm/shared_ffn.py
+    --share_group=5                                # one for each half of the layers
 """
 model = 'stlm'
 data = 'simplewiki'
