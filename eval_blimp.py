@@ -15,10 +15,11 @@ ways, each exactly as an official pipeline does it:
                  (lm-evaluation-harness; BabyLM up to 2024)
     babylm2025   encode(sentence); the first token is read, but not scored (BabyLM 2025)
 
-For the byte-level model a token is a chunk of bytes. Everything is float32, on a GPU too (no
-autocast, no TF32), and sums are float64, so that rounding decides few close pairs. --data takes any
-folder of .jsonl files whose rows have `sentence_good` and `sentence_bad`; `UID` (else the file's
-name) is the paradigm, `linguistics_term` the phenomenon.
+For the byte-level model a token is a chunk of bytes; for one of sentences, a sentence (`harness`
+only). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64, so that
+rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
+`sentence_good` and `sentence_bad`; `UID` (else the file's name) is the paradigm,
+`linguistics_term` the phenomenon.
 """
 
 import importlib.util
@@ -110,7 +111,7 @@ class Sentences:
     a tie to the last bit."""
 
     def __init__(self, paradigms, tokenizer, slots=1, pad=-1, mode='harness'):
-        self.slots = slots                               # of a chunk of bytes; a token is one
+        self.slots = slots                               # of a chunk; a token is one
         self.pad = pad
         self.n_vocab = tokenizer.n_vocab
         self.end = [tokenizer.eot] + [pad] * (slots - 1)
@@ -149,6 +150,9 @@ def read_sentences(paradigms, args):
         if key not in found:
             meta = load_meta(ckpt['folder'])
             slots, pad = meta.get('slots', 1), meta.get('pad', -1)
+            if meta['tokenizer']['kind'] == 'sentences' and args.mode != 'harness':
+                raise UserError(f'{path} reads whole sentences, of which --mode {args.mode} does not '
+                                'score the first; take --mode harness')
             found[key] = Sentences(paradigms, run_tokenizer(ckpt), slots, pad, args.mode)
         found[key].context = min(found[key].context, ckpt['config']['block_size'])
     return found

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.cli import Parser, UserError, parse_json, read_lines, run_main
+from plumbing.cli import Parser, UserError, between, parse_json, read_lines, run_main
 from plumbing.download import NAMED, fetch_named, new_folder
-from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, chunk_tokenizer,
-                                load_tokenizer, rank_tokenizer, ranks_blob, train_bpe)
+from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_tokenizer,
+                                rank_tokenizer, ranks_blob, train_bpe, wrap_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 from plumbing.wiki import read_wiki
 
@@ -130,7 +130,7 @@ def role_of(path):
 # ---- Documents -> a data set --------------------------------------------------------------------
 
 def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None,
-                   jobs=None, overwrite=False, source=(), settings=None):
+                   token_limit=None, pauses=None, jobs=None, overwrite=False, source=(), settings=None):
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
@@ -145,15 +145,16 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
                             'cannot be cut; see --split')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
-        if byte_limit is not None:
-            tokenizer = chunk_tokenizer(tokenizer, byte_limit)
+        for kind, number in dict(chunks=byte_limit, sentences=token_limit, pauses=pauses).items():
+            if number is not None:
+                tokenizer = wrap_tokenizer(tokenizer, kind, number)
         about = dict(kind=tokenizer.kind, file=tokenizer.file, hash=tokenizer.hash,
                      vocab_size=tokenizer.n_vocab, eot=tokenizer.eot, **tokenizer.extra)
         not_counted = {split: dict(tokens=0, words=0) for split in spans}
         meta = dict(name=target.name, source=list(source), splits=not_counted, tokenizer=about,
                     settings=dict(settings or {}, seed=seed, val_fraction=val_fraction))
-        if tokenizer.kind == 'chunks':
-            meta.update(slots=len(tokenizer.end), pad=258)
+        if tokenizer.pad >= 0:
+            meta.update(slots=len(tokenizer.end), pad=tokenizer.pad)
         if tokenizer.file:
             (work / tokenizer.file).write_bytes(tokenizer.blob)
         (work / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')    # for the workers
@@ -236,7 +237,7 @@ def encode_batch(folder, spans):
     texts = list(read_spans(folder, spans))
     ids = []
     for text in texts:
-        ids += [np.array(tokenizer.encode(part), dtype=np.uint16) for part in PARTS.findall(text)]
+        ids += [np.array(part, dtype=np.uint16) for part in tokenizer.encode_parts(text)]
         ids.append(np.array(tokenizer.end, dtype=np.uint16))
     words = sum(len(text.split()) for text in texts)
     return np.concatenate(ids).tobytes(), words, sum(size for _, size in spans)
@@ -265,7 +266,7 @@ def make_missing_toys(names, root='data'):
 
 def make_toy(root='data', overwrite=False):
     """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
-    task (toy_glue). toy_bytes is toy_stories once more, as chunks of bytes. -> what was missing"""
+    task (toy_glue). Three of them are the texts of another in a new form. -> what was missing"""
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     if not missing:
         return []
@@ -280,13 +281,14 @@ def make_toy(root='data', overwrite=False):
     counts = count_words(text for name in plan for text in texts[name])
     tokenizer = rank_tokenizer(ranks_blob(train_bpe(counts, 2048)))
     texts['toy_bytes'] = texts['toy_stories']
+    texts['toy_pauses'] = texts['toy_thoughts'] = texts['toy_math']
+    forms = dict(toy_bytes=dict(byte_limit=8), toy_pauses=dict(pauses=10), toy_thoughts=dict(token_limit=12))
     for target in missing:
         try:
             if target.name in texts:
                 documents = (('train', text) for text in texts[target.name])
-                byte_limit = 8 if target.name == 'toy_bytes' else None
-                write_data_set(target, documents, tokenizer, val_fraction=0.02, byte_limit=byte_limit,
-                               overwrite=overwrite, source=['prepare.py toy'])
+                write_data_set(target, documents, tokenizer, val_fraction=0.02, overwrite=overwrite,
+                               source=['prepare.py toy'], **forms.get(target.name, {}))
             elif target.name == 'toy_blimp':
                 stories = ' '.join(texts['toy_stories'])
                 seen = set(re.split(r'(?<=[.!?"]) ', stories))
@@ -333,8 +335,13 @@ def read_arguments(argv):
     parser.add_argument('--out', default='data', help='where data sets go (default data)')
     parser.add_argument('--vocab_size', type=int, help='train a BPE of this size (default 16384)')
     parser.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
-    parser.add_argument('--chunks', action='store_true', help='symbols for the byte-level model')
-    parser.add_argument('--byte_limit', type=int, default=12, help='bytes in a chunk (default 12)')
+    number = between(1, 255)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument('--chunks', action='store_true', help='symbols for the byte-level model')
+    parser.add_argument('--byte_limit', type=number, default=12, help='bytes in a chunk (default 12)')
+    form.add_argument('--sentences', type=number, nargs='?', const=32, metavar='N',
+                      help='sentences of up to N tokens (default 32) as chunks: next thoughts')
+    form.add_argument('--pauses', type=number, metavar='N', help='N pause tokens after the first line')
     parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
@@ -358,8 +365,6 @@ def read_arguments(argv):
         raise UserError('--vocab_size trains a tokenizer, --tokenizer names one: give one')
     if args.vocab_size is not None and not 257 <= args.vocab_size <= 65536:
         raise UserError(f'--vocab_size {args.vocab_size}: 257 to 65,536 are possible')
-    if args.chunks and not 1 <= args.byte_limit <= 255:
-        raise UserError(f'--byte_limit {args.byte_limit}: 1 to 255 are possible')
     if not 0 < args.val_fraction < 1:
         raise UserError(f'--val_fraction {args.val_fraction}: between 0 and 1, as 0.01')
     return args
@@ -386,8 +391,8 @@ def main(argv=None):
     fields = field.split(',')
     documents = ((role, text) for role, path in files for text in read_documents(path, split, fields))
     write_data_set(target, documents, tokenizer, args.val_fraction, args.seed,
-                   byte_limit=args.byte_limit if args.chunks else None, overwrite=args.overwrite,
-                   source=[args.what, *(path.name for _, path in files)],
+                   args.byte_limit if args.chunks else None, args.sentences, args.pauses,
+                   overwrite=args.overwrite, source=[args.what, *(path.name for _, path in files)],
                    settings=dict(split=split, field=field))
 
 

@@ -82,11 +82,11 @@ def main():
     tokenizer = run_tokenizer(ckpt)
     limit = model.config.block_size
     ids = [*tokenizer.end, *tokenizer.encode(args.prompt)]
-    while args.prompt and not tokenizer.token_bytes[ids[-1]]:
-        ids.pop()                                # leave the last chunk of bytes open to go on with
+    slots = len(tokenizer.end)                   # of a chunk; a token is one
+    while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:
+        ids.pop()                                # leave the last chunk open to go on with
     prompt = torch.tensor([ids], device=device)
     if args.next is not None:
-        slots = len(tokenizer.end)               # of a chunk of bytes; a token is one
         over = max(0, len(ids) - limit)
         whole = -(-over // slots) * slots        # what is cut off in front is whole chunks
         show_next(model, tokenizer, prompt[:, whole:], args.next)

@@ -71,8 +71,8 @@ class Corpus:
         meta = self.metas[first]
         self.folder = self.folders[first]
         self.hash = meta['tokenizer']['hash']
-        self.slots = meta.get('slots', 1)                # of a chunk of bytes; a token is one
-        self.pad = meta.get('pad', -1)
+        self.slots = meta.get('slots', 1)                # of a chunk; a token is one
+        self.pad = meta.get('pad', -1)                   # never a target
         for name, other in self.metas.items():
             if other['tokenizer']['hash'] != self.hash:
                 raise UserError(f'{first} and {name} have different tokenizers; '
@@ -113,7 +113,7 @@ class Data:
             raise UserError(f'{corpus.folder} holds {holds}, but the model reads {reads}')
         if seq_len % self.slots or self.stride % self.slots:
             raise UserError(f'seq_len and stride must be multiples of {self.slots}, '
-                            'the slots of a chunk of bytes')
+                            'the slots of a chunk of the data')
         self.sets = []                                   # (begin, end, passes, words per token)
         parts = []
         begin = 0

@@ -34,7 +34,7 @@ def check_vocabulary(model_keys, corpus):
     if size < vocab or corpus.slots > 1 and size != vocab:  # byte symbols are counted from the end
         hint = ''
         if model_keys.get('byte_limit') and corpus.slots == 1:
-            hint = '; a byte-level model reads what prepare.py --chunks writes'
+            hint = '; a byte-level model reads what prepare.py --chunks writes (or --sentences)'
         raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
                         f'has {vocab} entries{hint}')
 
@@ -68,7 +68,7 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
             length = short(len(corpus.val[name]))
             machine.say(f'data      {name}: {length} tokens, for validation only')
     chunks, tokens = 'chunks', 'tokens'
-    if data.slots > 1:                                   # of chunks of bytes
+    if data.slots > 1:                                   # of chunks of bytes, or sentences
         chunks, tokens = 'windows', 'slots'
     processes = 'process' if machine.world == 1 else 'processes'
     per_step = data.rows * data.T
@@ -109,7 +109,7 @@ def check_model(model, s, data, machine):
     idx = torch.zeros(1, data.T, dtype=torch.long, device=machine.device)
     try:
         with machine.autocast():
-            aux = model(idx)[2]
+            aux = model(idx, idx)[2]
     except torch.OutOfMemoryError:
         raise
     except Exception as e:
@@ -152,7 +152,8 @@ def show_sample(model, s, corpus, machine):
     hints = {f'python sample.py {s.out_dir}': 'more text'}
     if routed:
         hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the way each token took'}
-    if all('math' in name for name in corpus.scored):
+    math = ('math', 'pauses', 'thoughts')
+    if all(any(word in name for word in math) for name in corpus.scored):
         hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
     else:
         hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'

@@ -28,6 +28,8 @@ PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p
 # tiktoken's stack overflows in a million spaces, so it gets a text in parts, cut in front of a space:
 # there a pre-token ends, and the ids are those of the whole. A longer run is cut wherever it may be.
 PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
+# A sentence ends after a line, or after . ! ? and closing quotes; spaces in between begin the next.
+SENTENCES = re.compile(r'''(?s).+?(?:\n|[.!?]["'”’)\]]*(?=[^\S\n]+\S)|\Z)''')
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -35,14 +37,18 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
 class Tokenizer:
-    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document."""
+    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad`
+    is never a target: what fills a chunk, or a pause."""
 
-    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None, **extra):
+    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
+                 pad=-1, **extra):
         self.kind = kind
         self.encode_part = encode_part
         self.token_bytes = token_bytes
         self.eot = eot
         self.end = end or [eot]
+        self.pad = pad
+        self.pauses = [pad] * extra.get('pauses', 0)     # they follow the first line of a text
         self.file = file
         self.blob = blob
         self.extra = extra                       # what meta.json must say besides, to make it again
@@ -54,7 +60,15 @@ class Tokenizer:
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text):
-        return [i for part in PARTS.findall(text) for i in self.encode_part(part)]
+        return [i for ids in self.encode_parts(text) for i in ids]
+
+    def encode_parts(self, text):
+        """The ids of a text, part by part: it may have 64 MB."""
+        line, newline, rest = text.partition('\n') if self.pauses else (text, '', '')
+        yield from map(self.encode_part, PARTS.findall(line + newline))
+        if newline:
+            yield self.pauses
+        yield from map(self.encode_part, PARTS.findall(rest))
 
     def decode_bytes(self, ids):
         known = [i for i in ids if i < self.n_vocab]     # a model may pad its vocabulary
@@ -148,29 +162,58 @@ def byte_letters():
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
+def in_slots(symbols, limit, end_of_chunk):
+    """Symbols as a chunk of limit + 1 slots: they, end-of-chunk, padding. More than `limit` become
+    several chunks. Padding's id is that of end-of-chunk + 2; between them is end-of-text."""
+    slots = []
+    for i in range(0, len(symbols), limit):
+        part = symbols[i:i + limit]
+        slots += [*part, end_of_chunk] + [end_of_chunk + 2] * (limit - len(part))
+    return slots
+
+
 def chunk_tokenizer(base, byte_limit):
     """The byte-level model's symbols: 0-255 bytes, 256 end-of-chunk, 257 end-of-text, 258 padding.
     Every token of `base` becomes a chunk of byte_limit + 1 slots, a longer token several chunks."""
-    if base.kind == 'chunks' or not 1 <= byte_limit <= 255:
-        raise UserError('--chunks needs a tokenizer of whole tokens and a --byte_limit of 1 to 255')
-
-    def chunks(token):
-        symbols = []
-        for i in range(0, len(token), byte_limit):
-            part = token[i:i + byte_limit]
-            symbols += [*part, 256] + [258] * (byte_limit - len(part))
-        return symbols
-    table = [chunks(token) for token in base.token_bytes]
+    table = [in_slots(token, byte_limit, 256) for token in base.token_bytes]
     encode = lambda text: [symbol for token in base.encode(text) for symbol in table[token]]
     symbol_bytes = [bytes([b]) for b in range(256)] + [b''] * 3
     return Tokenizer('chunks', encode, symbol_bytes, 257, base.file, base.blob,
-                     end=[257] + [258] * byte_limit,
-                     base=base.kind, base_hash=base.hash, byte_limit=byte_limit)
+                     end=[257] + [258] * byte_limit, pad=258, base=base.kind, base_hash=base.hash,
+                     byte_limit=byte_limit)
 
 
-def build_tokenizer(kind, blob=b'', base=None, byte_limit=None):
-    if kind == 'chunks':
-        return chunk_tokenizer(build_tokenizer(base, blob), byte_limit)
+def sentence_tokenizer(base, token_limit):
+    """The same one level up, for next thoughts: a chunk is a sentence of up to token_limit tokens.
+    The ids of `base` stay as they are; end-of-chunk, end-of-text and padding follow."""
+    end_of_chunk, eot, pad = range(base.n_vocab, base.n_vocab + 3)
+
+    def encode(text):
+        sentences = map(base.encode, SENTENCES.findall(text))
+        return [symbol for ids in sentences for symbol in in_slots(ids, token_limit, end_of_chunk)]
+    return Tokenizer('sentences', encode, base.token_bytes + [b''] * 3, eot, base.file, base.blob,
+                     end=[eot] + [pad] * token_limit, pad=pad, base=base.kind, base_hash=base.hash,
+                     token_limit=token_limit)
+
+
+def pause_tokenizer(base, pauses):
+    """`base`, and a token to think at: so many pauses follow the first line of a text."""
+    return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot, base.file, base.blob,
+                     pad=base.n_vocab, base=base.kind, base_hash=base.hash, pauses=pauses)
+
+
+# What is made from another tokenizer and a number: how, and that number's name in meta.json
+WRAPPERS = dict(chunks=(chunk_tokenizer, 'byte_limit'), sentences=(sentence_tokenizer, 'token_limit'),
+                pauses=(pause_tokenizer, 'pauses'))
+
+
+def wrap_tokenizer(base, kind, number):
+    if base.kind in WRAPPERS:
+        raise UserError(f'--{kind} needs a tokenizer of plain tokens, not one of {base.kind}')
+    return WRAPPERS[kind][0](base, number)
+
+
+def build_tokenizer(kind, blob=b''):
     if kind == 'bytes':
         token_bytes = [bytes([b]) for b in range(256)] + [b'']
         return Tokenizer(kind, lambda text: list(text.encode('utf-8')), token_bytes, 256)
@@ -222,15 +265,18 @@ def load_meta(folder):
         meta = parse_json(read_small(path))
         spec = meta['tokenizer']
         splits = [meta['splits']['train'], meta['splits']['val']]
-        is_chunks = spec['kind'] == 'chunks'
-        kind = spec['base'] if is_chunks else spec['kind']
-        limit = spec['byte_limit'] if is_chunks else 0
-        pad = 258 if is_chunks else -1
+        kind = spec['kind']
+        slots, pad, number = 1, -1, 1
+        if kind in WRAPPERS:
+            number = spec[WRAPPERS[kind][1]]
+            pad = spec['vocab_size'] - 1
+            slots = 1 if kind == 'pauses' else number + 1
+            kind = spec['base']
         numbers = [                                      # value, the least it may be, the most
             (spec['vocab_size'], 1, 65536),
             (spec['eot'], 0, spec['vocab_size'] - 1),
-            (limit, int(is_chunks), 255),
-            (meta.get('slots', 1), limit + 1, limit + 1),
+            (number, 1, 255),
+            (meta.get('slots', 1), slots, slots),
             (meta.get('pad', -1), pad, pad),
             *((split[what], 0, 2 ** 48) for split in splits for what in ('tokens', 'words'))]
         right_file = spec['file'] == FILES[kind]         # no other path is ever read or written
@@ -251,7 +297,9 @@ def how_to_make(folder):
         return 'copy it from the data set that the run was trained on'
     name = folder.name
     base, _, form = name.partition('_')
-    options = dict(neox='--tokenizer 20B_tokenizer.json', chunks='--chunks')  # as in config/paper
+    options = {                                  # as in config/paper
+        'neox': '--tokenizer 20B_tokenizer.json', 'chunks': '--chunks', '4096': '--vocab_size 4096',
+        'pauses': '--vocab_size 4096 --pauses 10', 'thoughts': '--vocab_size 4096 --sentences'}
     if name in TOYS:
         return 'make the data set with: python prepare.py toy'
     if base in NAMED and not form:
@@ -271,8 +319,10 @@ def load_tokenizer(folder):
     if not path.is_file():
         raise UserError(f'{path} is missing; copy it from the data set, '
                         'or make that again with prepare.py')
-    base, byte_limit = spec.get('base'), spec.get('byte_limit')
-    tokenizer = build_tokenizer(spec['kind'], read_small(path), base, byte_limit)
+    kind = spec['kind']
+    tokenizer = build_tokenizer(spec.get('base', kind), read_small(path))
+    if kind in WRAPPERS:
+        tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
     if tokenizer.hash != spec['hash']:
         raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
     return tokenizer

@@ -10,7 +10,8 @@ import re
 from itertools import product
 from pathlib import Path
 
-TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_blimp', 'toy_glue')
+TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_pauses', 'toy_thoughts', 'toy_blimp',
+        'toy_glue')
 
 parser = configparser.ConfigParser(delimiters=':', interpolation=None)
 parser.read_string(Path(__file__).with_name('toy.ini').read_text(encoding='utf-8'))

@@ -285,13 +285,17 @@ def test_text_command(prepare, tmp_path):
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000
     for name, options in [('again', ['--tokenizer', 'data/mine']), ('bytes', ['--tokenizer', 'bytes']),
-                          ('chunks', ['--tokenizer', 'data/mine', '--chunks', '--byte_limit', 5])]:
+                          ('chunks', ['--tokenizer', 'data/mine', '--chunks', '--byte_limit', 5]),
+                          ('pauses', ['--tokenizer', 'data/mine', '--pauses', 3]),
+                          ('sentences', ['--tokenizer', 'data/mine', '--sentences'])]:
         prepare('text', '--name', name, *files, *options)
         assert documents(tmp_path / 'data' / name, 'train') == documents(mine, 'train')
     assert load_tokenizer(tmp_path / 'data/again').hash == load_tokenizer(mine).hash
+    assert load_meta(tmp_path / 'data/sentences')['slots'] == 33
     prepare('text', '--name', 'mine', '--input', 'val.txt', '--tokenizer', 'bytes', '--overwrite')
     assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
-    assert sorted(os.listdir(tmp_path / 'data')) == ['again', 'bytes', 'chunks', 'mine']
+    names = ['again', 'bytes', 'chunks', 'mine', 'pauses', 'sentences']
+    assert sorted(os.listdir(tmp_path / 'data')) == names
 
 
 def test_named_from_input(prepare, tmp_path):
@@ -351,7 +355,12 @@ ERRORS = [  # files, arguments, what the line must say
     ({**AB, 'data/mine/meta.json': b'{}'}, ['--input', 'a.txt'], 'exists already.*--overwrite'),
     ({'data/mine/a.jsonl': b'{"text": "x"}'}, ['--input', 'data/mine', '--overwrite'], 'input lies in'),
     (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '0'], '--byte_limit'),
-    (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '1000000000'], '1 to 255'),
+    (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '1000000000'], 'between 1 and 255'),
+    (AB, ['--input', 'a.txt', '--sentences', '0'], '--sentences: 0 is not between 1 and 255'),
+    (AB, ['--input', 'a.txt', '--pauses', '256'], '--pauses: 256 is not between 1 and 255'),
+    (AB, ['--input', 'a.txt', '--pauses'], '--pauses'),
+    (AB, ['--input', 'a.txt', '--chunks', '--sentences'], '--sentences: not allowed with argument --chunks'),
+    (AB, ['--input', 'a.txt', '--sentences', '--pauses', '5'], 'not allowed with argument --sentences'),
     (AB, ['--input', 'a.txt', '--val_fraction', '1'], '--val_fraction'),
     (AB, ['--input', 'a.txt', '--val_fraction', 'nan'], '--val_fraction'),
     (AB, ['--input', 'a.txt', '--name', 'x' * 300], '--name'),

@@ -75,8 +75,8 @@ def main():
     folder = Path(args.data or data_folder(ckpts[0]))
     meta = load_meta(folder)
     tokens = as_tensor(load_bin(folder, 'val'), machine.device)
-    if meta.get('slots', 1) > 1:
-        raise UserError('eval_length reads models of tokens, not of chunks of bytes')
+    if 'pad' in meta:
+        raise UserError('eval_length reads models of plain tokens, not of chunks, sentences or pauses')
     if len(tokens) <= length:
         raise UserError(f'{folder}/val.bin has {len(tokens):,} tokens: '
                         f'too few for windows of {length:,}')

@@ -10,11 +10,12 @@ A problem is a question, a newline, and a worked solution. The model reads [end-
 with the last number of the given solution. In a data set's val.bin the question is the first line of
 a document; a row of JSON has the fields question and generated_solution. Problems without a number
 in their solution, and those that leave fewer than --max_new_tokens of the model's context, are left
-out and counted.
+out and counted. Models of chunks (of bytes, or sentences) count symbols there, padding included.
 """
 
 import re
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -83,15 +84,27 @@ def read_val_documents(folder):
 def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
     """Greedy continuations of prompts (lists of ids), without end-of-text."""
     texts = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    length = lambda i: len(prompts[i])
+    order = sorted(range(len(prompts)), key=length)
+    groups = [order]
+    write = complete_batch
+    if getattr(model.config, 'byte_limit', 0):
+        groups = [[*group] for _, group in groupby(order, length)]
+        write = complete_chunks
+    batches = [group[i:i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
     with tqdm(total=len(prompts), unit='problem', disable=None, leave=False) as bar:
-        for begin in range(0, len(order), batch_size):
-            some = order[begin:begin + batch_size]
-            found = complete_batch(model, [prompts[i] for i in some], eot, max_new_tokens, device)
+        for some in batches:
+            found = write(model, [prompts[i] for i in some], eot, max_new_tokens, device)
             for i, text in zip(some, found):
-                texts[i] = text
+                texts[i] = text[:text.index(eot)] if eot in text else text
             bar.update(len(some))
     return texts
+
+
+def complete_chunks(model, prompts, eot, max_new_tokens, device):
+    """Prompts of one length: a model of chunks keeps its cache inside generate."""
+    ids = model.generate(torch.tensor(prompts, device=device), max_new_tokens, temperature=0)
+    return ids[:, len(prompts[0]):].tolist()
 
 
 def complete_batch(model, prompts, eot, max_new_tokens, device):
@@ -114,8 +127,7 @@ def complete_batch(model, prompts, eot, max_new_tokens, device):
         done |= (t >= length) & (new[:, 0] == eot)
         if done.all():
             break
-    texts = [row[n:n + max_new_tokens].tolist() for row, n in zip(ids, lengths)]
-    return [text[:text.index(eot)] if eot in text else text for text in texts]
+    return [row[n:n + max_new_tokens].tolist() for row, n in zip(ids, lengths)]
 
 
 def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, device='cpu'):
@@ -123,7 +135,7 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
     fitting = []
     prompts = []
     for question, solution in problems:
-        prompt = [tokenizer.eot, *tokenizer.encode(question + '\n')]
+        prompt = [*tokenizer.end, *tokenizer.encode(question + '\n')]
         fits = len(prompt) + max_new_tokens <= model.config.block_size
         if fits and last_number(solution) is not None:
             fitting.append((question, solution))
@@ -155,7 +167,8 @@ def read_arguments():
     parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
     parser.add_argument('--data', help="a data set or a .jsonl file; the run's own data if not given")
     parser.add_argument('--num', type=int, help='only the first so many problems; all if not given')
-    parser.add_argument('--max_new_tokens', type=int, default=64, help='longest solution')
+    parser.add_argument('--max_new_tokens', type=int, default=64,
+                        help='longest solution; for models of chunks, in symbols')
     parser.add_argument('--batch_size', type=int, default=128)
     parser.add_argument('--show', type=int, default=0, metavar='N',
                         help='print the first N problems and what was written')
@@ -173,8 +186,6 @@ def main():
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     tokenizer = run_tokenizer(ckpt)
-    if tokenizer.kind == 'chunks':
-        raise UserError('exact_answer reads models of tokens, not of chunks of bytes')
     used = ckpt['settings']['data']
     if not args.data and isinstance(used, dict) and len(used) > 1:
         raise UserError('the run was trained on several data sets: '

@@ -202,7 +202,7 @@ def describe_run(path, args, machine):
     if not layers:
         notes.append('This model has no routes: every token takes the same way.')
     loss = np.concatenate([nats for nats, _ in found])
-    loss[ids == (*tokenizer.end, -1)[1]] = np.nan        # what only fills a chunk of bytes
+    loss[ids == tokenizer.pad] = np.nan                  # what only fills a chunk, and pauses
     loss = [round(nats, 3) if np.isfinite(nats) else None for nats in loss[shown].tolist()]
     return dict(
         name=str(path), model=ckpt['model'], step=ckpt['iter'], folder=ckpt['folder'], layers=layers,

@@ -8,9 +8,8 @@ Write a run as a Hugging Face model, for transformers, peft, lm-evaluation-harne
 
 The folder holds the model's own file, untouched, a wrapper (tools/modeling_nanopaths.py), weights,
 tokenizer and a model card. It needs nothing of this project: copy it, or upload it. Adapters are
-merged. When it is written, it is loaded again: its logits and ids must be ours. The byte-level
-model reads chunks of bytes, which no tokenizer of that library makes, so it is not exported.
-docs/ecosystem.md says what to do with the folder.
+merged. When it is written, it is loaded again: its logits and ids must be ours. Chunks of bytes,
+sentences and pauses are not exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
 import json
@@ -73,8 +72,9 @@ def export(path, folder):
     from safetensors.torch import save
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
-    if tokenizer.kind == 'chunks':
-        raise UserError(f'{path} reads chunks of bytes; no tokenizer of transformers makes them')
+    if tokenizer.pad >= 0:
+        kind = 'chunks of bytes' if tokenizer.kind == 'chunks' else tokenizer.kind
+        raise UserError(f'{path} reads {kind}; no tokenizer of transformers makes them')
     if ckpt['adapted']:
         model = merge_lora(model)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)

@@ -37,7 +37,8 @@ def test_toy_folders(data_dir, capsys):
         prepare.main(['toy', '--name', 'mine'])
     prepare.make_missing_toys(['toy_math', 'my_book'], data_dir)
     assert before == {p: p.stat().st_mtime_ns for p in data_dir.rglob('*')}
-    names = ['toy_blimp', 'toy_bytes', 'toy_glue', 'toy_lingo', 'toy_math', 'toy_stories']
+    names = ['toy_blimp', 'toy_bytes', 'toy_glue', 'toy_lingo', 'toy_math', 'toy_pauses', 'toy_stories',
+             'toy_thoughts']
     assert sorted(os.listdir(data_dir)) == sorted(TOYS) == names
     whole, chunks = (load_meta(data_dir / name)['splits']['val'] for name in ('toy_stories', 'toy_bytes'))
     assert chunks['bytes'] == whole['bytes'] and chunks['documents'] == whole['documents']

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 import moep
 import papaformer
 import selfmoe
+import stlm
 from conftest import documents
 from plumbing.cli import UserError
 from plumbing.tokenizer import choose_tokenizer
 from tools import exact_answer
+from test_stlm import stream
 from tools.exact_answer import complete, last_number, read_problems
 
 TINY = dict(vocab_size=40, block_size=32, n_layer=2, n_head=2, n_embd=16)
@@ -70,8 +72,28 @@ def test_batched_is_one_by_one(name):
         assert complete(model, prompts, eot, 12, batch_size) == expected
 
 
+def test_chunks_are_completed_as_one_by_one():
+    """Prompts of some lengths; symbols 6, 7, 8 are end-of-chunk, end-of-text and padding."""
+    torch.manual_seed(3)
+    keys = dict(n_kv_head=1, ffn_hidden=8, byte_limit=3, byte_embd=8, byte_layer=1, byte_head=1, dropout=0.0)
+    model = stlm.STLM(stlm.STLMConfig(**dict(TINY, vocab_size=9, block_size=40), **keys)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+    prompts = [stream(1, n, seed=i)[0].tolist() for i, n in enumerate((8, 4, 12, 4, 8, 20, 8, 4, 8))]
+    expected = []
+    for prompt in prompts:
+        text = model.generate(torch.tensor([prompt]), 20, temperature=0)[0, len(prompt):].tolist()
+        expected.append(text[:text.index(7)] if 7 in text else text)
+    assert len({*map(tuple, expected)}) > 3 and len({len(text) for text in expected}) > 1
+    for batch_size in (1, 3, 100):
+        assert complete(model, prompts, 7, 20, batch_size) == expected
+
+
 def test_problems(tmp_path, data_dir):
     problems = read_problems(data_dir / 'toy_math')
+    for other in ('toy_pauses', 'toy_thoughts'):
+        assert read_problems(data_dir / other) == problems
     assert len(problems) > 100
     assert all('answer is' in solution and '\n' not in question for question, solution in problems)
     assert ['\n'.join(problem) for problem in problems] == documents(data_dir / 'toy_math', 'val')
@@ -144,5 +166,7 @@ def test_as_a_user(run, smoke, data_dir, tmp_path):
         assert message in text and text.count('\n') == 1
     both = run('tools.exact_answer', smoke('config/papaformer.py'), code=2).stderr
     assert 'several data sets' in both and both.count('\n') == 1
-    chunks = run('tools.exact_answer', smoke('config/stlm_bytes.py'), code=2).stderr
-    assert 'chunks of bytes' in chunks and chunks.count('\n') == 1
+    for config in ('stlm_pause', 'stlm_thoughts', 'stlm_bytes'):
+        folder = smoke(f'config/{config}.py')
+        done = run('tools.exact_answer', folder, math, '--num=3', '--max_new_tokens=26', here=True)
+        assert 'of 3 problems' in done.stdout

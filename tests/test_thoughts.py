@@ -1,0 +1,273 @@
+"""Pauses and sentences (STLM, section 5.4): what the tokenizers write, what is a target, what it costs."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import stlm
+from plumbing.cli import UserError
+from plumbing.data import Corpus, Data, as_tensor, load_bin, score_batches, val_batches
+from plumbing.machine import Machine
+from plumbing.settings import Settings
+from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_meta, load_tokenizer,
+                                pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer, train_bpe,
+                                wrap_tokenizer)
+from prepare import write_data_set
+from test_stlm import Known, make, oracle, texts, whole
+
+QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
+PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
+
+
+def bases():
+    words = Counter(PATTERN.findall(PROBLEM * 9))
+    return [choose_tokenizer('bytes'), rank_tokenizer(ranks_blob(train_bpe(words, 300)))]
+
+
+def odd_texts():
+    """Those of the byte-level model, and random ones of what ends a sentence."""
+    dice = random.Random(4)
+    marks = [''.join(dice.choice('.!? \n"\')”a3é\t') for _ in range(dice.randint(1, 60))) for _ in range(60)]
+    return [*texts(), *marks, PROBLEM, '.' * 300, '.)' * 99, '. ' * 99, '\n' * 5]
+
+
+# ---- Pauses --------------------------------------------------------------------------------------
+
+
+def test_pauses_follow_the_first_line():
+    for base in bases():
+        tokenizer = pause_tokenizer(base, 3)
+        pause = base.n_vocab
+        assert (tokenizer.n_vocab, tokenizer.pad, tokenizer.eot) == (pause + 1, pause, base.eot)
+        for text in odd_texts():
+            ids = tokenizer.encode(text)
+            line, newline, rest = text.partition('\n')
+            pauses = [pause] * 3 if newline else []
+            assert ids == base.encode(line + newline) + pauses + base.encode(rest)
+            assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(PROBLEM)[:len(tokenizer.encode(QUESTION))] == tokenizer.encode(QUESTION)
+        assert [i for i in tokenizer.encode(PROBLEM) if i != pause] == base.encode(PROBLEM)
+
+
+def test_a_document_in_parts_pauses_once(tmp_path):
+    """Of 64 KB each: the first line ends in the first part, or in the third."""
+    long = 'many words ' * 15000
+    docs = [f'a\n{long}\nb', f'{long}\n{long}', long, 'a\nb']
+    pairs = [('train', text) for text in docs] + [('val', 'x\ny')]
+    write_data_set(tmp_path / 'd', pairs, bases()[1], pauses=2)
+    tokenizer, ids = load_tokenizer(tmp_path / 'd'), load_bin(tmp_path / 'd', 'train')
+    parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)[1:-1]
+    assert sorted(part[:-1].tolist() for part in parts) == sorted(map(tokenizer.encode, docs))
+    assert (ids == tokenizer.pad).sum() == 6
+
+
+def test_pauses_are_read_and_never_predicted(tmp_path):
+    """In training and in scoring. The loss is that of a loop over all other tokens, and the solution's
+    first token is predicted from the last pause."""
+    write_data_set(tmp_path / 'd', [('train', PROBLEM)] * 9 + [('val', PROBLEM)] * 2, bases()[1], pauses=4)
+    s = Settings(model='stlm', data='d', data_dir=str(tmp_path), batch_size=2)
+    machine = Machine('cpu', 'float32')
+    corpus = Corpus(s, machine)
+    pause = corpus.pad
+    data = Data(s, corpus, 40, machine)
+    x, y = data.batch(data.take(2))
+    assert (x == pause).any() and torch.equal(y[:, :-1], x[:, 1:].masked_fill(x[:, 1:] == pause, -1))
+    model = make(dtype=torch.float32, vocab_size=pause + 1, block_size=999).eval()
+    ids = load_bin(tmp_path / 'd', 'val').tolist()
+    logits, _, _ = model(torch.tensor([ids]))
+    costs = []
+    for t, i in enumerate(ids[1:]):
+        if i != pause:
+            costs.append(-logits[0, t].log_softmax(-1)[i].item())
+    assert len(costs) == len(ids) - 1 - 2 * 4
+    windows = corpus.val_batches('d', len(ids))
+    score = score_batches(model, windows, corpus.token_lengths, machine)
+    assert score['loss'] == pytest.approx(sum(costs) / len(costs), rel=1e-5)
+    n_bytes = 2 * len(PROBLEM)
+    assert score['bits_per_byte'] == pytest.approx(sum(costs) / math.log(2) / n_bytes, rel=1e-5)
+    (x, y), = corpus.val_batches('d', len(ids))
+    first = (x[0] == pause).nonzero()[3]                 # the last pause of the first problem
+    assert y[0, first] == corpus.tokenizer.encode('3')[0] and (y[0, first - 4:first] == -1).all()
+
+
+def bits_per_byte(tokenizer, docs, log_prob, seq_len):
+    ids = tokenizer.end + [i for text in docs for i in tokenizer.encode(text) + tokenizer.end]
+    batches = val_batches(as_tensor(np.array(ids, dtype=np.uint16), 'cpu'), seq_len, 2, tokenizer.pad)
+    lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    return score_batches(Known(log_prob), batches, lengths, Machine('cpu', 'float32'))['bits_per_byte']
+
+
+def test_pauses_cost_nothing():
+    base = bases()[1]
+    uniform = lambda x: torch.full((*x.shape, base.n_vocab + 1), -math.log(base.n_vocab))
+    docs = odd_texts()
+    want = bits_per_byte(base, docs, uniform, 20)
+    for pauses in (1, 10):
+        got = bits_per_byte(pause_tokenizer(base, pauses), docs, uniform, 20)
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+# ---- Sentences -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text, sentences', [
+    ('One. Two? Three!', ['One.', ' Two?', ' Three!']),
+    ('He said "No." (Why?) So', ['He said "No."', ' (Why?)', ' So']),
+    ('It is 3.5 now.\nA.b', ['It is 3.5 now.\n', 'A.b']),
+    ('a. \n\nb.  c. ', ['a. \n', '\nb.', '  c. ']),
+    ('Wait... what', ['Wait...', ' what']),
+    ('', [])])
+def test_where_sentences_end(text, sentences):
+    assert SENTENCES.findall(text) == sentences
+
+
+@pytest.mark.parametrize('limit', [1, 5, 32])
+def test_no_sentence_is_lost(limit):
+    """Text -> chunks -> text. A chunk holds tokens of one sentence, and as many as it may."""
+    for base in bases():
+        tokenizer = sentence_tokenizer(base, limit)
+        V = base.n_vocab + 3
+        assert tokenizer.n_vocab == V and tokenizer.end == [V - 2] + [V - 1] * limit
+        symbols = list(tokenizer.end)
+        for text in odd_texts():
+            ids = tokenizer.encode(text)
+            assert whole(ids, V, limit) and tokenizer.decode(ids) == text
+            symbols += ids + tokenizer.end
+            want = []
+            for sentence in SENTENCES.findall(text):
+                tokens = base.encode(sentence)
+                want += [tokens[i:i + limit] for i in range(0, len(tokens), limit)]
+            rows = np.array(ids).reshape(-1, limit + 1).tolist()
+            assert [row[:row.index(V - 3)] for row in rows] == want
+        assert tokenizer.decode(symbols) == ''.join(odd_texts())
+        assert tokenizer.encode(PROBLEM)[:len(tokenizer.encode(QUESTION))] == tokenizer.encode(QUESTION)
+        assert [i for i in tokenizer.encode(PROBLEM) if i < V - 3] == base.encode(PROBLEM)
+
+
+def test_bits_per_byte_of_sentences_are_those_of_bytes():
+    """Texts as 'a. b. b.': a or b; after a sentence the text ends with 1/8."""
+    dice = random.Random(0)
+    docs = [' '.join(dice.choice(['a.', 'b.']) for _ in range(dice.randint(1, 9))) for _ in range(12)]
+    base = choose_tokenizer('bytes')
+    letters = {97: 1 / 2, 98: 1 / 2}
+
+    def of_bytes(before):
+        ends = {32: 7 / 8, 256: 1 / 8}
+        return {256: letters, 32: letters, 97: {46: 1}, 98: {46: 1}, 46: ends}[before[-1]]
+
+    def of_sentences(before):                            # 257 end-of-chunk, 258 end-of-text, 259 padding
+        if len(before) % 4 == 0:
+            return letters if before[-4] == 258 else {32: 7 / 8, 258: 1 / 8}
+        return {32: letters, 97: {46: 1}, 98: {46: 1}, 46: {257: 1}}.get(before[-1], {})
+
+    def table(rule, V):
+        def log_prob(x):
+            out = torch.full((*x.shape, V), -math.inf)
+            for row, ids in zip(out, x.tolist()):
+                for t in range(len(ids)):
+                    for i, p in rule(ids[:t + 1]).items():
+                        row[t, i] = math.log(p)
+            return out
+        return log_prob
+    sentences = ''.join(docs).count('.')
+    bits = sentences + 12 * 3 + (sentences - 12) * math.log2(8 / 7)
+    want = bits / len(''.join(docs))
+    assert bits_per_byte(base, docs, table(of_bytes, 257), 7) == pytest.approx(want, rel=1e-5)
+    chunks = sentence_tokenizer(base, 3)
+    assert bits_per_byte(chunks, docs, table(of_sentences, 260), 12) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize('decoder', ['causal', 'parallel'])
+def test_the_model_of_sentences_against_its_oracle(decoder):
+    """Logits, loss and every gradient, on sentences; padding is no target."""
+    tokenizer = sentence_tokenizer(bases()[1], 4)
+    model = make(decoder=decoder, vocab_size=tokenizer.n_vocab, byte_limit=4, block_size=40)
+    ids = torch.tensor([[*tokenizer.end, *tokenizer.encode('Ann has 3. 4 hats?\n7.')]])[:, :24]
+    x, y = ids[:, :-1], ids[:, 1:]
+    y = y.masked_fill(y == tokenizer.pad, -1)
+    logits = oracle(model, x)
+    kept = y[0] >= 0
+    loss = F.cross_entropy(logits[0][kept], y[0][kept])
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-9)
+    fast = model(x, y)[1]
+    fast.backward()
+    assert abs(fast - loss) < 1e-9
+    for (name, p), g in zip(model.named_parameters(), grads, strict=True):
+        assert torch.allclose(p.grad, g, rtol=0, atol=1e-9), name
+
+
+# ---- Their files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind, number', [('sentences', dict(token_limit=4)), ('pauses', dict(pauses=4))])
+def test_a_data_set_and_what_may_be_broken_in_it(tmp_path, kind, number):
+    (name, n), = number.items()
+    base = bases()[1]
+    write_data_set(tmp_path / 'd', [('train', PROBLEM), ('val', QUESTION)], base, **number)
+    tokenizer, meta = load_tokenizer(tmp_path / 'd'), load_meta(tmp_path / 'd')
+    assert tokenizer.kind == kind and tokenizer.hash == wrap_tokenizer(base, kind, 4).hash != base.hash
+    assert (meta['pad'], meta['slots']) == (tokenizer.pad, len(tokenizer.end))
+    spec = meta['tokenizer']
+    for inner, key, value in (
+            (spec, name, 0), (spec, name, 256), (spec, name, '4'), (spec, name, None), (spec, name, True),
+            (spec, 'base', kind), (spec, 'base', None), (spec, 'file', '/etc/passwd'),
+            (spec, 'vocab_size', 999), (meta, 'pad', -1), (meta, 'slots', 3)):
+        right = inner[key]
+        inner[key] = value
+        (tmp_path / 'd/meta.json').write_text(json.dumps(meta))
+        with pytest.raises(UserError, match='meta.json is broken'):
+            load_meta(tmp_path / 'd')
+        inner[key] = right
+    for key, value in ((name, n + 1), ('kind', 'chunks'), ('base', 'bytes')):     # well-formed, but not so
+        changed = dict(spec, **{key: value})
+        (tmp_path / 'd/meta.json').write_text(json.dumps(dict(meta, tokenizer=changed)))
+        with pytest.raises(UserError):
+            load_tokenizer(tmp_path / 'd')
+
+
+def test_what_cannot_be_wrapped():
+    for inner in ('chunks', 'sentences', 'pauses'):
+        base = wrap_tokenizer(choose_tokenizer('bytes'), inner, 4)
+        for kind in ('chunks', 'sentences', 'pauses'):
+            with pytest.raises(UserError, match=f'--{kind} needs .* plain tokens, not one of {inner}'):
+                wrap_tokenizer(base, kind, 4)
+    ranks = [bytes([b]) for b in range(256)] + [bytes([a, b]) for a in range(255) for b in range(256)][:65278]
+    base = rank_tokenizer(ranks_blob(ranks))
+    assert base.n_vocab == 65535 and pause_tokenizer(base, 1).n_vocab == 65536
+    with pytest.raises(UserError, match='65,538 does not fit uint16'):
+        sentence_tokenizer(base, 4)
+
+
+# ---- The scripts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):
+    """sample.py keeps the pauses of a prompt, and leaves its last sentence open; what is refused."""
+    prompts = []
+
+    def generate(self, idx, *_):
+        prompts.append(idx[0].tolist())
+        return idx
+    pauses, thoughts = smoke('config/stlm_pause.py'), smoke('config/stlm_thoughts.py')
+    monkeypatch.setattr(stlm.STLM, 'generate', generate)
+    for folder in (pauses, thoughts):
+        assert run('sample.py', folder, f'--prompt={QUESTION}', here=True).stdout.strip() == QUESTION.strip()
+    tokenizer = load_tokenizer(pauses)
+    assert prompts[0] == [tokenizer.eot, *tokenizer.encode(QUESTION)] and prompts[0][-10:] == tokenizer.pauses
+    tokenizer = load_tokenizer(thoughts)
+    ids = tokenizer.end + tokenizer.encode(QUESTION)
+    assert prompts[1] == ids[:len(prompts[1])] and tokenizer.token_bytes[prompts[1][-1]] == b'\n'
+    refused = run('eval_blimp.py', thoughts, '--mode=babylm2025', code=2).stderr
+    assert '--mode harness' in refused and refused.count('\n') == 1
+    pytest.importorskip('transformers')
+    for folder, word in ((pauses, 'reads pauses'), (thoughts, 'reads sentences')):
+        refused = run('tools.export_hf', folder, code=2).stderr
+        assert word in refused and refused.count('\n') == 1
