@@ -90,9 +90,12 @@ CONFIGS = dict(
                connection='gumbel1'),
     stlm=dict(SIZES, model='stlm', data='toy_bytes', vocab_size=259, block_size=80, byte_limit=4,
               byte_embd=8, byte_layer=1, byte_head=1, n_kv_head=1, ffn_hidden=16),
+    stlm_depth=dict(SIZES, model='stlm_depth', n_layer=3, n_kv_head=1, ffn_hidden=16, capacity=0.25,
+                    exit_loss=True, aux_weights=dict(forecast=0.01, exit=1.0)),
     lora=dict(SHORT, model='moep', init_from='out/moep', surgery='lora.add_lora', surgery_args=dict(rank=2)))
-FRESH = ('moep', 'modules', 'decoder', 'paths', 'stlm')  # configs whose model is not made from another run
-RUNS = ('moep', 'moduleformer', 'selfmoe', 'papaformer', 'stlm', 'lora')       # runs whose files are spoilt
+# configs whose model is not made from another run, and runs whose files are spoilt
+FRESH = ('moep', 'modules', 'decoder', 'paths', 'stlm', 'stlm_depth')
+RUNS = ('moep', 'moduleformer', 'selfmoe', 'papaformer', 'stlm', 'stlm_depth', 'lora')
 WIKI = ('<mediawiki><page><title>A</title><ns>0</ns><revision><text>{text}</text></revision></page>'
         '</mediawiki>')
 

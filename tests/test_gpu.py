@@ -12,6 +12,7 @@ import moep
 import papaformer
 import selfmoe
 import stlm
+import stlm_depth
 import train
 from plumbing import settings
 from plumbing.machine import Machine, Replay
@@ -28,13 +29,18 @@ MODELS = dict(
     moduleformer=moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(
         **TINY, n_att=4, d_att=16, n_ffd=4, d_ffd=32, d_router=16)),
     selfmoe=selfmoe.SelfMoE(selfmoe.SelfMoEConfig(**TINY, n_kv_head=1)),
-    stlm=stlm.STLM(stlm.STLMConfig(**TINY, n_kv_head=1, ffn_hidden=48, dropout=0.1)))
+    stlm=stlm.STLM(stlm.STLMConfig(**TINY, n_kv_head=1, ffn_hidden=48, dropout=0.1)),
+    stlm_depth=stlm_depth.STLMDepth(stlm_depth.STLMDepthConfig(
+        **dict(TINY, n_layer=4), n_kv_head=1, ffn_hidden=48, dropout=0.1, capacity=0.25, layer_dropout=0.2,
+        exit_loss=True)))
+WEIGHTS = {stlm_depth.STLMDepth: dict(forecast=0.1, exit=1.0)}
 
 
 def steps(model, n, machine, model_as=lambda m: m, wanted=True):
     """The losses of n training steps, what took them, and the model they leave."""
     model = copy.deepcopy(model).to(machine.device).train()
-    s = settings.Settings(batch_size=4, gradient_accumulation_steps=2)
+    s = settings.Settings(batch_size=4, gradient_accumulation_steps=2,
+                          aux_weights=WEIGHTS.get(type(model), {}))
     torch.manual_seed(0)
     data = bench.RandomTokens(100, 8, 32, machine.device)
     torch.manual_seed(1)                                 # of dropout and Gumbel noise
@@ -70,10 +76,11 @@ def test_a_graph_is_the_plain_step(name):
         assert (p - q).norm() <= (0.2 if experts else 2e-2) * p.norm() + 1e-3, key
 
 
-def test_bfloat16_and_compiled():
+@pytest.mark.parametrize('name', ['moep', 'stlm_depth'])
+def test_bfloat16_and_compiled(name):
     machine = Machine('cuda', 'bfloat16')
-    plain, _, _ = steps(MODELS['moep'], 8, machine, wanted=False)
-    compiled, on, _ = steps(MODELS['moep'], 8, machine, train.compile_model)
+    plain, _, _ = steps(MODELS[name], 8, machine, wanted=False)
+    compiled, on, _ = steps(MODELS[name], 8, machine, train.compile_model)
     assert is_recorded(on)
     assert abs(plain[0] - compiled[0]) < 0.05 and abs(plain[-1] - compiled[-1]) < 0.3
 
@@ -101,6 +108,42 @@ def test_one_graph_for_every_shape():
     assert max(abs(a - b) for a, b in zip(*ends)) < 1e-4
 
 
+def test_compiled_depth_is_plain():
+    """Nothing is drawn: the compiled step takes the same tokens, and has the same gradients."""
+    machine = Machine('cuda', 'float32')
+    torch.set_float32_matmul_precision('highest')
+    config = stlm_depth.STLMDepthConfig(**TINY, n_kv_head=1, ffn_hidden=48, dropout=0.0, capacity=0.25)
+    torch.manual_seed(0)
+    model = stlm_depth.STLMDepth(config).cuda()
+    x = torch.randint(100, (8, 32), device=machine.device)
+    found = []
+    for call in (model, train.compile_model(model)):
+        model.zero_grad()
+        _, loss, aux = call(x, x.flip(1))
+        (loss + aux['forecast']).backward()
+        found.append([loss, *aux.values(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize('capacity', [0.25, 1.0])
+def test_drafts_change_no_greedy_text(capacity):
+    torch.manual_seed(0)
+    shape = dict(TINY, n_layer=4, n_kv_head=1, ffn_hidden=48, capacity=capacity)
+    model = stlm_depth.STLMDepth(stlm_depth.STLMDepthConfig(**shape)).cuda().double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    x = torch.randint(100, (5, 7), device='cuda')
+    want = model.generate(x, 60, temperature=0)
+    assert torch.equal(want.cpu(), model.cpu().generate(x.cpu(), 60, temperature=0))
+    model.cuda()
+    for E in (1, 2, 3):
+        for rows, text in ((x, want), (x[:1], want[:1])):
+            assert torch.equal(model.generate(rows, 60, temperature=0, draft_layers=E), text)
+    assert model.generate(x, 60, top_k=5, draft_layers=2).shape == want.shape
+
+
 class Waits(torch.nn.Module):
     """A model that asks the device for a number."""
 
@@ -122,7 +165,7 @@ def test_what_cannot_be_recorded_goes_on_plainly(capsys):
     assert max(abs(a - b) for a, b in zip(plain, waits)) < 1e-3
 
 
-@pytest.mark.parametrize('module', [papaformer, selfmoe, stlm])
+@pytest.mark.parametrize('module', [papaformer, selfmoe, stlm, stlm_depth])
 @pytest.mark.parametrize('V', [100, 128])
 def test_padded_logits(module, V):
     torch.manual_seed(0)

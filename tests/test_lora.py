@@ -14,6 +14,7 @@ import moep
 import papaformer
 import selfmoe
 import stlm
+import stlm_depth
 from conftest import ROOT
 from lora import add_lora, merge_lora
 from plumbing.checkpoint import load_checkpoint
@@ -43,6 +44,7 @@ MODELS = dict(
     selfmoe_upcycled=lambda: selfmoe.upcycle(self_moe(gate='vector'), n=3, k=2),
     stlm=lambda: stlm.STLM(stlm.STLMConfig(**STLM)),
     stlm_shared=lambda: stlm.STLM(stlm.STLMConfig(**STLM, share='ffn', lora_rank=2)),
+    stlm_depth=lambda: stlm_depth.STLMDepth(stlm_depth.STLMDepthConfig(**STLM, capacity=0.5)),
     stlm_bytes=lambda: stlm.STLM(stlm.STLMConfig(**STLM, byte_limit=3, byte_embd=8, byte_head=1)),
     moduleformer=lambda: moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(**MODULES)))
 

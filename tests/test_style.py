@@ -10,7 +10,7 @@ import pytest
 
 from conftest import ROOT
 
-MODELS = ['papaformer', 'moep', 'moduleformer', 'selfmoe', 'stlm']
+MODELS = ['papaformer', 'moep', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth']
 SCRIPTS = ['lora', 'train', 'prepare', 'eval_blimp', 'finetune', 'sample']
 LIMITS = dict(train=300, prepare=400, moduleformer=550)  # lines; others at the top have 450
 PLUMBING = sorted(ROOT.glob('plumbing/*.py'))
@@ -64,12 +64,12 @@ def test_what_is_at_the_top_is_known():
 
 def test_the_top_together():
     total = sum(size(ROOT / f'{name}.py') for name in [*MODELS, *SCRIPTS])
-    assert total <= 4200, f'the files at the top have {total} lines'
+    assert total <= 4620, f'the files at the top have {total} lines'
 
 
 def test_plumbing_together():
     total = sum(map(size, PLUMBING))
-    assert total <= 2570, f'plumbing has {total} lines'
+    assert total <= 2615, f'plumbing has {total} lines'
 
 
 def test_a_tool_is_short():
@@ -145,7 +145,7 @@ def test_same_name_same_text():
     own = {'Block', 'ParallelLayer', 'Router'}           # each paper's own
     assert [name for name in drifted(shared) if name not in own] == []
     models = [importlib.import_module(name).Model for name in ('moep', 'papaformer', 'selfmoe')]
-    # the two others have rules of their own: no position table, chunks of bytes
+    # the others have rules of their own: no position table, chunks of bytes, drafts
     assert len({inspect.getsource(model.generate) for model in models}) == 1
 
 

@@ -34,7 +34,8 @@ ATTENTION = dict(      # the width of a token's query heads in all layers; add y
     papaformer=lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
     moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
     selfmoe=lambda c: c.n_layer * c.n_embd,
-    stlm=lambda c: c.n_layer * c.n_embd)
+    stlm=lambda c: c.n_layer * c.n_embd,
+    stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
 
 
 def seconds(work, machine, repeat=5, at_least=0.2):
@@ -207,8 +208,7 @@ def read_arguments():
     parser.add_argument('--vocab_size', type=int, default=16384, help='where the config names none')
     parser.add_argument('--json', type=Path, help='write the table there')
     args, extra = parser.parse_known_args()
-    numbers = [args.vocab_size, args.generate, *(args.batch_size or [])]
-    if any(n is not None and n < 1 for n in numbers):
+    if min(args.vocab_size, args.generate or 1, *args.batch_size or [1]) < 1:
         raise UserError('batch_size, generate and vocab_size must be at least 1')
     check_writable(args.json)
     if args.sweep and not args.sweep.partition('=')[2]:

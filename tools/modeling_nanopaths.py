@@ -213,5 +213,6 @@ class Past:
             self.parts = [(self.parts[i][0], list(self.parts[i][1])) for i in beam_idx.tolist()]
         else:
             ids, cache = self.parts[0]
-            self.parts = [(ids[beam_idx], [(k[beam_idx], v[beam_idx]) for k, v in cache])]
+            pick = lambda x: x[beam_idx] if len(x) == len(ids) else x    # positions are of all rows
+            self.parts = [(ids[beam_idx], [tuple(map(pick, layer)) for layer in cache])]
         return self

@@ -47,7 +47,9 @@ def check_all(module, config):
     slow('stlm', dict(STLM, share='all')),
     ('stlm', dict(STLM, share='ffn', lora_rank=2)),
     ('stlm', BYTES),
-    slow('stlm', dict(BYTES, decoder='parallel'))], ids=str)
+    slow('stlm', dict(BYTES, decoder='parallel')),
+    ('stlm_depth', dict(STLM, capacity=0.4)),
+    slow('stlm_depth', dict(STLM, capacity=1.0))], ids=str)
 def test_ours_are_green(name, config):
     rows, red = check_all(import_model(name), config)
     assert red == [], rows

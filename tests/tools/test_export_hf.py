@@ -33,6 +33,7 @@ MODELS = {
     'mixture': ('selfmoe', dict(n_kv_head=2, n_expert=4, top_k=2)),
     'stlm': ('stlm', dict(n_kv_head=1, ffn_hidden=32)),
     'shared': ('stlm', dict(n_kv_head=1, ffn_hidden=32, share='all', lora_rank=2)),
+    'depth': ('stlm_depth', dict(n_kv_head=1, ffn_hidden=32, n_layer=4, capacity=0.5)),
 }
 
 
@@ -175,10 +176,11 @@ def test_cache_in_parts(exported):
         theirs(idx[:, :2], attention_mask=torch.tensor([[1, 1], [0, 1]]), past_key_values=past)
 
 
+@pytest.mark.parametrize('name', ['moep', 'depth'])
 @torch.no_grad()
-def test_beams(exported):
+def test_beams(exported, name):
     """Beam search finds a text at least as probable as the greedy one, with a cache as without."""
-    _, theirs, _ = exported('moep')
+    _, theirs, _ = exported(name)
     mask = torch.ones(2, 6, dtype=torch.long)
     for padded in (False, True):
         mask[0, :2] = 1 - int(padded)
@@ -326,6 +328,8 @@ def test_what_is_refused(run, data_dir, tmp_path, monkeypatch):
     keys = dict(n_kv_head=2, byte_limit=7, byte_head=2, byte_embd=8, byte_layer=1, block_size=32)
     chunks = make_run(tmp_path / 'bytes', data_dir / 'toy_bytes', 'stlm', keys)
     assert 'chunks of bytes' in run('tools.export_hf', chunks, code=2).stderr
+    pauses = make_run(tmp_path / 'pauses', data_dir / 'toy_pauses', 'stlm', dict(n_kv_head=2))
+    assert 'reads pauses' in run('tools.export_hf', pauses, code=2).stderr
     assert not (chunks / 'hf').exists()
     assert 'there is no checkpoint' in run('tools.export_hf', tmp_path / 'none', code=2).stderr
     monkeypatch.setitem(sys.modules, 'transformers', None)

@@ -1,0 +1,414 @@
+"""
+Conditional depth for Super Tiny Language Models (Guertler, Hillier et al. 2024, section 5.3): not
+every token needs every layer. The paper names two methods.
+
+- Mixture of depths (Raposo et al. 2024). In every second layer a router gives each token a score r,
+  and only the 12.5% of a window's tokens with the highest scores pass through the block:
+      x + r * f(x)  if the token passes, else x
+  The others skip it, attention and FFN. They cost nothing there, and no token sees them there.
+- Early exit (LayerSkip, Elhoushi et al. 2024). Training drops layers, later ones more often, and
+  adds a loss at earlier exits, all through the same final norm and head. So the first layers alone
+  make a fair guess. `generate(..., draft_layers=E)` drafts tokens with E layers, one at a time; the
+  others then read all drafts at once and verify them. Greedy text is the same as without drafts, up
+  to rounding, and sampled text has the same distribution.
+
+What to look at first: `RoutedLayer`, then `STLMDepth.exit_loss` and `generate`.
+Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
+has 1.518 bits per byte. With mixture of depths it has 1.520, for the FLOPs of a plain model of 6
+layers, which has 1.525. With early exit it has 1.514, for 44% more FLOPs (docs/stlm_depth.md).
+
+Who passes, and causality. The top 12.5% of a window are known only at its end. So in training a
+later token can change whether a token passes, though what passes reads earlier tokens only. In
+evaluation and generation a forecast decides instead: a linear map of the token's own state, trained
+to say whether the token is among the top. Its auxiliary loss, `forecast`, trains nothing else and
+needs a weight in `aux_weights`: without it nobody passes in evaluation.
+
+Departures from the papers, and gaps they leave:
+- Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
+  the normalised state.
+- Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let some exits at a time take turns. Here
+  each row of a batch draws one exit, with these weights as probabilities. So the expected loss is
+  the weighted mean over all exits, at the cost of one more head. `aux_weights = dict(exit=1.0)` gives
+  it the weight of the last exit's loss, as their e_scale = 0.11 does at ten layers.
+- They also raise the rate of layer dropout over the run, and compute only what stays. Ours is
+  constant, and a dropped layer is computed in vain.
+- Rows of a batch may accept different numbers of drafts. All keep as many as the row with fewest.
+- Text never ends at an early exit unverified, which LayerSkip also offers.
+
+Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
+H heads, V vocabulary, L layers, E of them that draft.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class STLMDepthConfig:
+    vocab_size: int = 50257        # tokens, end-of-text included
+    block_size: int = 512          # longest context
+    n_layer: int = 10
+    n_head: int = 16               # query heads
+    n_kv_head: int = 4             # key and value heads; n_head / n_kv_head query heads read each
+    n_embd: int = 512              # width
+    ffn_hidden: int = 1536         # hidden width of SwiGLU
+    dropout: float = 0.1           # on embeddings, attention and both residual branches
+    capacity: float = 0.125        # share of tokens that pass a routed layer; 1: no routing
+    route_every: int = 2           # the last of every so many layers is routed
+    layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
+    exit_loss: bool = False        # whether training adds the loss at an earlier exit
+
+    def __post_init__(self):
+        for field in fields(self):
+            least = 2 if field.name == 'route_every' else 1      # the first layer takes all tokens
+            if field.type is int and getattr(self, field.name) < least:
+                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
+        for name in ('dropout', 'layer_dropout'):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f'{name} = {getattr(self, name)} must be at least 0 and less than 1')
+        if not 0 < self.capacity <= 1:
+            raise ValueError(f'capacity = {self.capacity} must be more than 0 and at most 1')
+        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
+            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
+                             'of even width')
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
+        if self.exit_loss and self.n_layer < 3:
+            raise ValueError('exit_loss needs at least 3 layers')
+
+    def is_routed(self, layer):
+        return self.capacity < 1 and layer % self.route_every == self.route_every - 1
+
+
+# ---- The first idea: mixture of depths -----------------------------------------------------------
+
+NEVER = 2 ** 30                    # the position of a slot without a token: after all queries
+
+
+class RoutedLayer(nn.Module):
+    """A block that some tokens pass through, at their own positions, while the others skip it."""
+    def __init__(self, config, layer):
+        super().__init__()
+        self.capacity = config.capacity
+        self.layer = layer
+        self.block = Block(config, layer)
+        self.router = nn.Parameter(torch.empty(config.n_embd))
+        self.forecast = nn.Parameter(torch.empty(config.n_embd))
+        self.forecast_bias = nn.Parameter(torch.empty(()))
+
+    def choose(self, x):
+        """(B, T, D) -> who passes: the indices (B, K) of their tokens, in order; which of these slots
+        are filled, since a row may have fewer than K; the scores (B, T); in training, how good the
+        forecasts are. Two rows in which tokens 1 and 3, and only token 2 pass: indices [[1, 3],
+        [2, 0]], filled [[True, True], [True, False]]."""
+        score = (x * self.router).sum(-1)                # no matrix product: float32 under autocast
+        state = F.rms_norm(x.detach(), x.shape[-1:])
+        forecast = (state * self.forecast).sum(-1) + self.forecast_bias
+        if self.training:
+            K = max(1, round(self.capacity * x.size(1)))
+            index = score.topk(K).indices.sort().values
+            is_top = torch.zeros_like(score).scatter(1, index, 1.0)
+            loss = F.binary_cross_entropy_with_logits(forecast, is_top)
+            hits = ((forecast > 0) == (is_top > 0)).float().mean()
+            aux = dict(forecast=loss, forecast_hits=hits)
+            return index, torch.ones_like(index, dtype=torch.bool), score, aux
+        passes = forecast > 0                            # each token decides by itself: causal
+        K = int(passes.sum(1).max())
+        order = passes.long().sort(dim=1, descending=True, stable=True)      # who passes comes first
+        index = order.indices[:, :K]
+        return index, passes.gather(1, index), score, {}
+
+    def forward(self, x, position, turn, cache):
+        index, filled, score, aux = self.choose(x)
+        nobody = index.size(1) == 0
+        if nobody and (cache is None or self.layer < len(cache)):
+            return torch.zeros_like(x), aux
+        if nobody:                                       # begin the cache, with an empty slot
+            index = index.new_zeros(len(x), 1)
+            filled = torch.zeros_like(index, dtype=torch.bool)
+        cos, sin = turn
+        turn = cos[0, index], sin[0, index]              # (B, K, d/2)
+        position = torch.where(filled, position[0, index], NEVER)
+        wide = index[..., None].expand(-1, -1, x.size(-1))       # (B, K, D)
+        y = self.block(x.gather(1, wide), position, turn, cache)
+        y = y * (score.gather(1, index) * filled)[..., None]
+        return torch.zeros_like(x).scatter_add(1, wide, y.type_as(x)), aux    # r * f(x), or 0
+
+
+# ---- The LLaMA block -----------------------------------------------------------------------------
+
+def rotary(position, d):
+    """Angles of rotary positions (1, T): their cosine and sine, each (1, T, d/2)."""
+    frequency = 10000.0 ** (-torch.arange(d // 2, device=position.device) * (2 / d))
+    angle = position[..., None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
+    return torch.view_as_real(turn).unbind(-1)
+
+
+def rotate(x, turn):
+    """Turn channels i and i + d/2 of (B, H, T, d) heads by the angles of their positions."""
+    cos, sin = turn[0][:, None], turn[1][:, None]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+class Block(nn.Module):
+    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU -> what they add to x, f(x)."""
+    def __init__(self, config, layer):
+        super().__init__()
+        c, D = config, config.n_embd
+        self.layer = layer
+        self.d_head = D // c.n_head
+        self.counts = (c.n_head, c.n_kv_head, c.n_kv_head)       # heads of queries, keys, values
+        self.norm_1, self.norm_2 = nn.RMSNorm(D, eps=1e-6), nn.RMSNorm(D, eps=1e-6)
+        self.qkv = nn.Linear(D, sum(self.counts) * self.d_head, bias=False)
+        self.proj = nn.Linear(D, D, bias=False)
+        self.fc = nn.Linear(D, 2 * c.ffn_hidden, bias=False)     # gate and up
+        self.down = nn.Linear(c.ffn_hidden, D, bias=False)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x, position, turn, cache):
+        B, T, _ = x.shape
+        heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
+        q, k, v = heads.split(self.counts, 1)            # (B, H, T, d), k and v fewer H
+        y = self.attend(rotate(q, turn), rotate(k, turn), v, position, cache)
+        attention = self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
+        gate, up = self.fc(self.norm_2(x + attention)).chunk(2, dim=-1)
+        return attention + self.dropout(self.down(F.silu(gate) * up))
+
+    def attend(self, q, k, v, position, cache):
+        """Causal attention. A cache, (k, v, position) per layer, is read and extended. Slots that are
+        not filled come last in a call, and NEVER in the cache: no token sees them."""
+        mask = None
+        if cache is not None:
+            if self.layer < len(cache):
+                old = cache[self.layer]
+                k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
+                seen = torch.cat((old[2], position), 1)
+                cache[self.layer] = (k, v, seen)
+            else:
+                seen = position
+                cache.append((k, v, seen))
+            mask = (seen[:, None] <= position[:, :, None])[:, None]      # (B, 1, T, S)
+        dropout = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
+                                              is_causal=mask is None, enable_gqa=q.size(1) > k.size(1))
+
+
+# ---- The model -----------------------------------------------------------------------------------
+
+class STLMDepth(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)  # also the head
+        kinds = [RoutedLayer if c.is_routed(i) else Block for i in range(c.n_layer)]
+        self.layers = nn.ModuleList(kind(c, i) for i, kind in enumerate(kinds))
+        self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
+        self.dropout = nn.Dropout(c.dropout)
+        self.init_weights()
+
+    def init_weights(self):
+        """Matrices and routers from N(0, 0.02), smaller where they add to the residual stream.
+        Forecasts start at zero."""
+        for name, p in self.named_parameters():
+            if 'norm' in name:
+                continue                                 # the gains are ones already
+            std = 0.02
+            if '.proj.' in name or '.down.' in name:     # these add, twice per layer
+                std /= math.sqrt(2 * self.config.n_layer)
+            if '.forecast' in name:
+                std = 0.0
+            nn.init.normal_(p, std=std)
+
+    def drop_rate(self, layer):
+        """layer_dropout * (2^(l / (L-1)) - 1): 0 in the first layer, layer_dropout in the last."""
+        depth = layer / max(1, self.config.n_layer - 1)
+        return self.config.layer_dropout * (2 ** depth - 1)
+
+    def run(self, x, begin, end, past, cache=None):
+        """Layers begin to end, of (B, T, D) tokens that stand after `past` others -> the states after
+        each of these layers, and the auxiliary losses of the routed ones."""
+        position = torch.arange(past, past + x.size(1), device=x.device)[None]
+        turn = rotary(position, self.config.n_embd // self.config.n_head)
+        states = []
+        losses = []
+        for i in range(begin, end):
+            update = self.layers[i](x, position, turn, cache)
+            if self.config.is_routed(i):
+                update, found = update
+                losses.append(found)
+            if self.training and self.drop_rate(i) > 0:
+                stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
+                update = update * stays                  # whole rows; not scaled, as in LayerSkip
+            x = x + update
+            states.append(x)
+        return states, mean_of(losses)
+
+    def read(self, idx, cache=None):
+        """(B, T) ids -> the states after each layer, and the auxiliary losses."""
+        past = cache[0][0].size(2) if cache else 0
+        length = past + idx.size(1)
+        if length > self.config.block_size:
+            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+        return self.run(self.dropout(self.wte(idx)), 0, self.config.n_layer, past, cache)
+
+    def features(self, idx, cache=None):
+        """(B, T) ids -> final-norm states (B, T, D), auxiliary losses."""
+        states, aux = self.read(idx, cache)
+        return self.norm_f(states[-1]), aux
+
+    def exit_logits(self, state):
+        """Of the states after any layer: all exits have the same norm and head."""
+        return F.linear(self.norm_f(state), self.wte.weight)
+
+    def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        states, aux = self.read(idx, cache)
+        if targets is None:
+            return self.exit_logits(states[-1]), None, aux
+        loss = head_loss(self.norm_f(states[-1]), self.wte.weight, targets, reduction)
+        if self.training and self.config.exit_loss:
+            aux['exit'] = self.exit_loss(states, targets)
+        return None, loss, aux
+
+    # ---- The second idea: early exit ----
+
+    def exit_loss(self, states, targets):
+        """The loss at an earlier exit. Each row of the batch draws its own: after layer l, counted
+        from 0, with a probability that grows as l(l+1). So never after the first layer."""
+        depth = torch.arange(self.config.n_layer - 1, device=targets.device)
+        exits = torch.multinomial((depth * (depth + 1)).float(), len(targets), replacement=True)
+        rows = torch.arange(len(targets), device=targets.device)
+        state = torch.stack(states[:-1])[exits, rows]    # (B, T, D)
+        return head_loss(self.norm_f(state), self.wte.weight, targets, 'mean')
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draft_layers=0, n_draft=4):
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half.
+        With draft_layers, the first layers draft up to n_draft tokens, the others verify them."""
+        L, limit = self.config.n_layer, self.config.block_size
+        if not 0 <= draft_layers < L or n_draft < 1:
+            raise ValueError(f'draft_layers = {draft_layers} must be at least 0 and less than {L}, '
+                             f'n_draft = {n_draft} at least 1')
+        end = idx.size(1) + max_new_tokens
+        begin = max(0, idx.size(1) - limit)              # what the cache holds begins here
+        cache = []
+        while idx.size(1) < end:
+            if idx.size(1) - begin > limit:
+                cache = []
+                begin = idx.size(1) - max(1, limit // 2)
+            past = cache[0][0].size(2) if cache else 0
+            room = min(limit - (idx.size(1) - begin), end - idx.size(1) - 1)
+            n = min(n_draft, room) if draft_layers else 0
+
+            # draft: the first layers read the new text, then one draft after the other
+            drafts, guesses, states = [], [], []
+            new = idx[:, begin + past:]
+            read = past
+            for i in range(n + 1):                       # the last draft is read as well
+                state = self.wte(new)
+                if draft_layers:
+                    state = self.run(state, 0, draft_layers, read, cache)[0][-1]
+                states.append(state)
+                read += new.size(1)
+                if i < n:
+                    guesses.append(probabilities(self.exit_logits(state[:, -1]), temperature, top_k))
+                    new = torch.multinomial(guesses[-1], 1)
+                    drafts.append(new)
+
+            # verify: the other layers read all of this at once
+            state = self.run(torch.cat(states, 1), draft_layers, L, past, cache)[0][-1]
+            logits = self.exit_logits(state[:, -n - 1:])     # (B, n + 1, V)
+            p = probabilities(logits, temperature, top_k)
+            idx = torch.cat((idx, *accept(p, drafts, guesses)), 1)
+            self.forget(cache, idx.size(1) - begin - 1)  # the newest token is not yet read
+        return idx
+
+    def forget(self, cache, length):
+        """Leave only the first `length` tokens to be seen in the cache."""
+        for i, (k, v, position) in enumerate(cache):
+            if self.config.is_routed(i):
+                cache[i] = (k, v, position.masked_fill(position >= length, NEVER))
+            else:
+                cache[i] = (k[:, :, :length], v[:, :, :length], position[:, :length])
+
+    @torch.no_grad()
+    def routes(self, idx):
+        """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it skips
+        it. Not the scores, which may be negative."""
+        found = {}
+        x = self.dropout(self.wte(idx))
+        for i, layer in enumerate(self.layers):
+            if self.config.is_routed(i):
+                index, filled, score, _ = layer.choose(x)
+                passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
+                found[f'layer {i + 1}'] = torch.stack((passes, 1 - passes), -1)
+            x = self.run(x, i, i + 1, 0)[0][-1]
+        return found
+
+    def count_params(self):
+        """Total, and active: what multiplies a token on average."""
+        total = active = sum(p.numel() for p in self.parameters())
+        for i, layer in enumerate(self.layers):
+            if self.config.is_routed(i):
+                block = sum(p.numel() for p in layer.block.parameters())
+                active -= round((1 - self.config.capacity) * block)
+        return total, active
+
+
+def mean_of(losses):
+    """[{name: value}, ...] of the routed layers -> {name: mean value}."""
+    names = losses[0] if losses else {}
+    return {name: torch.stack([each[name] for each in losses]).mean() for name in names}
+
+
+def probabilities(logits, temperature, top_k):
+    """Of the next token. At temperature 0: 1 for the best token, 0 for the others."""
+    logits = logits.float()
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return (logits / temperature).softmax(-1)
+
+
+def accept(p, drafts, guesses):
+    """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after them,
+    each (B, 1). A token x drafted from q stays with probability min(1, p(x) / q(x)). The first that
+    does not is drawn again, in proportion to max(0, p - q). So every token has the distribution p."""
+    kept = []
+    for i, (x, q) in enumerate(zip(drafts, guesses)):
+        ratio = p[:, i].gather(1, x) / q.gather(1, x)
+        rest = (p[:, i] - q).clamp(min=0)
+        same = rest.sum(1, keepdim=True) == 0            # p = q: there is nothing to draw from
+        stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
+        if not stays.all():                              # rows whose draft stays keep it
+            rest = torch.where(stays, p[:, i], rest)
+            return [*kept, torch.where(stays, x, torch.multinomial(rest, 1))]
+        kept.append(x)
+    return [*kept, torch.multinomial(p[:, -1], 1)]
+
+
+# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
+
+def head_loss(x, weight, targets, reduction):
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
+    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
+    bias of -inf, so its probability is 0."""
+    V = len(weight)
+    extra = -V % 64 if x.is_cuda else 0
+    bias = None
+    if extra:
+        weight = F.pad(weight, (0, 0, 0, extra))
+        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
+    logits = F.linear(x, weight, bias).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss if reduction == 'mean' else loss.view_as(targets)
+
+
+Config, Model = STLMDepthConfig, STLMDepth               # what train.py looks for
