@@ -138,6 +138,7 @@ def read_run(args):
     for other in args.others:
         key, path = other.split('=', 1)
         kept[key] = json.loads(Path(path).read_text())
+        kept[key].pop('examples', None)                  # every continuation of tools.exact_answer
     return kept
 
 

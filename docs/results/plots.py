@@ -4,6 +4,8 @@ Draw the plots of docs/*.md from the files in this folder (needs matplotlib).
     python docs/results/plots.py
 """
 
+import statistics
+
 import matplotlib
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -231,15 +233,22 @@ def stlm():
 
 
 def stlm_real():
-    """Bits per byte on Simple English Wikipedia."""
-    found = {}
-    for kind, some in tables.runs_like('stlm', '').items():
-        data = 'simplewiki_chunks' if 'bytes' in kind else 'simplewiki'
-        name = f"{tables.KINDS['stlm'][kind]}, {tables.millions(some[0]['parameters'])}"
-        found[name] = [run['evaluations'][-1]['val'][data]['bits_per_byte'] for run in some]
-    figure, axis = plt.subplots(figsize=(7, 2.8))
-    dots(axis, found, 'Simple English Wikipedia')
-    axis.set_xlabel('bits per byte')
+    """Bits per byte on Simple English Wikipedia against parameters, as more layers share."""
+    styles = {
+        'one FFN for so many layers': {'baseline': 1, 'ffn-2': 2, 'ffn-5': 5, 'shared-ffn': 10},
+        'one block for so many layers': {'baseline': 1, 'all-2': 2, 'all-5': 5, 'shared-all': 10}}
+    found = tables.runs_like('stlm', '')
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    for label, groups in styles.items():
+        points = []
+        for kind, layers in groups.items():
+            if kind in found:
+                scores = [run['evaluations'][-1]['val']['simplewiki']['bits_per_byte'] for run in found[kind]]
+                points.append((found[kind][0]['parameters'] / 1e6, statistics.mean(scores)))
+                axis.annotate(layers, points[-1], textcoords='offset points', xytext=(4, 5))
+        axis.plot(*zip(*points), 'o-', label=label)
+    axis.set(xlabel='parameters, millions', ylabel='bits per byte')
+    axis.legend()
     return figure
 
 

@@ -27,7 +27,7 @@ PAPAFORMER = dict(
     gumbel1='Gumb_MoE_1',
     gumbel2='Gumb_MoE_2')
 AUX = {'': '', '-printed': ', aux losses as printed', '-released': ', aux losses as released'}
-STLM = ('baseline', 'shared_ffn', 'shared_ffn_lora', 'shared_all', 'bytes_causal', 'bytes_parallel')
+DROPOUT = ('none', 'constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
 
 # {folder: {file name without its seed: name in the tables}}, in the order of the tables
 KINDS = dict(
@@ -57,7 +57,31 @@ KINDS = dict(
         'life-lora8': 'dense, LoRA 8',
         'life-lora32': 'dense, LoRA 32',
         **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)}},
-    stlm={name.replace('_', '-'): f'`{name}.py`' for name in STLM})
+    stlm={
+        'baseline': '`baseline.py`',
+        'shared-ffn': '`shared_ffn.py`',
+        'ffn-5': '`shared_ffn.py --share_group=5`',
+        'ffn-2': '`shared_ffn.py --share_group=2`',
+        'shared-ffn-lora': '`shared_ffn_lora.py`',
+        'shared-all': '`shared_all.py`',
+        'all-5': '`shared_all.py --share_group=5`',
+        'all-2': '`shared_all.py --share_group=2`',
+        'all-lora': '`shared_all.py --lora_rank=16`',
+        'bytes-causal': '`bytes_causal.py`',
+        'one-causal': 'the same, one vector for all slots',
+        'bytes-parallel': '`bytes_parallel.py`',
+        'one-parallel': 'the same, one vector for all slots'},
+    stlm_depth={
+        'exit-none': 'plain, 10 layers',
+        'depth-dense6': 'plain, 6 layers',
+        'depth': '`depth.py`: mixture of depths, 10 layers',
+        'depth-18': '`depth.py --n_layer=18`',
+        'exit': '`exit.py`: early exit, 10 layers'},
+    stlm_dropout=dict.fromkeys(DROPOUT),
+    stlm_math={
+        'math': '`math.py`',
+        'math-pauses': '`math_pauses.py`: ten pauses',
+        'math-thoughts': '`math_thoughts.py`: sentences'})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -421,12 +445,66 @@ def selfmoe():
         yield row(name.replace('none', 'no gates'), losses, changes, right)
 
 
+def flops(run, layers):
+    """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens of
+    width 512, at their mean position, in so many layers."""
+    return f"{(6 * run['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
+
+
 def stlm():
-    yield 'config | parameters, active | seeds | bits per byte | val loss per token or symbol'
+    yield ('config | parameters, active | FLOPs per token or chunk | seeds | bits per byte | '
+           'val loss per token or symbol')
+    of_bytes = dict(bytes='272M', one='267M')            # docs/stlm.md says how they are counted
     for kind, some in runs_like('stlm', '').items():
-        data = 'simplewiki_chunks' if 'bytes' in kind else 'simplewiki'
-        yield row(KINDS['stlm'][kind], size(some[0]), len(some),
+        data = 'simplewiki_chunks' if 'bytes' in some[0]['command'] else 'simplewiki'
+        cost = of_bytes.get(kind.split('-')[0]) or flops(some[0], layers=10)
+        yield row(KINDS['stlm'][kind], size(some[0]), cost, len(some),
                   val(some, data, 'bits_per_byte'), val(some, data))
+
+
+def stlm_depth():
+    yield 'model | parameters, active | FLOPs per token, training | seeds | bits per byte | val loss'
+    layers = {'depth-dense6': 6, 'depth': 5 + 5 / 64, 'depth-18': 9 + 9 / 64}    # (1/8)^2 of attention
+    for kind, some in runs_like('stlm_depth', '').items():
+        cost = flops(some[0], layers.get(kind, 10))
+        if kind == 'exit':
+            cost += ' and 154M for one more head'
+        yield row(KINDS['stlm_depth'][kind], size(some[0]), cost, len(some),
+                  val(some, 'simplewiki', 'bits_per_byte'), val(some, 'simplewiki'))
+
+
+def stlm_exits():
+    found = read('stlm_depth.json')
+    yield 'layers | bits per byte if the model ends here: `exit.py` | plain'
+    for early, plain in zip(found['exit_42']['exits'], found['exit-none_42']['exits']):
+        yield row(early['layers'], f"{early['bits_per_byte']:.3f}", f"{plain['bits_per_byte']:.3f}")
+
+
+def stlm_drafts():
+    found = read('stlm_depth.json')
+    yield ('layers that draft 4 tokens | drafts kept: `exit.py` | plain | tokens/s: `exit.py` | plain | '
+           'same text')
+    for early, plain in zip(found['exit_42']['drafts'], found['exit-none_42']['drafts']):
+        kept = ['-' if run['kept'] is None else f"{100 * run['kept']:.0f}%" for run in (early, plain)]
+        yield row(early['layers'], *kept, *(f"{run['tokens_per_s']:.0f}" for run in (early, plain)),
+                  f"{early['same'] + plain['same']} of 10")
+
+
+def stlm_dropout():
+    yield 'schedule | seeds | bits per byte, lowest | at the end'
+    for kind, some in runs_like('stlm_dropout', '').items():
+        curves = [[e['val']['simplewiki']['bits_per_byte'] for e in run['evaluations']] for run in some]
+        lowest = spread([min(curve) for curve in curves], 3)
+        yield row(kind, len(some), lowest, spread([curve[-1] for curve in curves], 3))
+
+
+def stlm_math():
+    yield 'config | parameters | seeds | bits per byte | exact answers, of 589, each seed'
+    for kind, some in runs_like('stlm_math', '').items():
+        scores = [next(iter(run['evaluations'][-1]['val'].values())) for run in some]
+        bits = spread([score['bits_per_byte'] for score in scores], 3)
+        right = ', '.join(str(run['answers']['right']) for run in some)
+        yield row(KINDS['stlm_math'][kind], millions(some[0]['parameters'], 2), len(some), bits, right)
 
 
 # --------------------------------------------------------------------------------------------------
