@@ -98,7 +98,7 @@ class RoutedLayer(nn.Module):
         self.block = Block(config, layer)
         self.router = nn.Parameter(torch.empty(config.n_embd))
         self.forecast = nn.Parameter(torch.empty(config.n_embd))
-        self.forecast_bias = nn.Parameter(torch.empty(()))
+        self.forecast_bias = nn.Parameter(torch.empty(1))
 
     def choose(self, x):
         """(B, T, D) -> who passes: the indices (B, K) of their tokens, in order; which of these slots
