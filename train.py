@@ -35,6 +35,7 @@ from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
+from plumbing.shard import full, scale
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
             memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / accumulate
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     optimizer.step()
     return mean, norm
 
@@ -187,6 +188,7 @@ def main():
         return machine.close()
 
     # optimiser, and the rest of the run's state
+    scale(model, s, machine)
     optimizer = make_optimizer(model, s, machine)
     memories = {}                       # {data set: past keys and values of each micro-batch}
     memory = None                       # of the data set that is read now
@@ -205,7 +207,7 @@ def main():
     trained = model
     if s.compile or (s.compile is None and machine.cuda and max_iters >= 200):
         trained = compile_model(model)
-    if machine.world > 1:
+    if machine.world > 1 and not s.shard:
         trained = torch.nn.parallel.DistributedDataParallel(trained)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
