@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import UserError
-from plumbing.models import explain, find_surgery, import_model, make_config, sketch
+from plumbing.models import build, explain, find_surgery, import_model, make_config, sketch
 from plumbing.plan import check_size
 from plumbing.settings import LARGEST, Settings, fit, sort_keys
 from plumbing.shard import full, join, merge, shard_file
@@ -140,7 +140,7 @@ def checkpoint_hint(folder):
     return f"; there are {', '.join(runs)}" if runs else ''
 
 
-def build_model(ckpt, **changes):
+def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and, if it has any, its adapters. First without
     weights: no size is allocated that the checkpoint's own weights do not have."""
     module = import_model(ckpt['model'])
@@ -163,7 +163,7 @@ def build_model(ckpt, **changes):
         listed = [f'{k} = {changes[k]!r} (it has {had.get(k)!r})' for k in changed]
         other = ', '.join(listed) or 'its own config'
         raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {other}")
-    model = adapt(module.Model(make_config(module, keys)))
+    model = build(module, keys, device, adapt)
     model.load_state_dict(ckpt['weights'])
     if not is_finite(model):
         raise UserError(f"{ckpt['folder']}: some of its weights are not finite: this checkpoint is broken")
@@ -177,7 +177,7 @@ def is_finite(model):
 def load_checkpoint(path, device='cpu'):
     """-> (model in eval mode, the checkpoint's dictionary). For sample.py and the other tools."""
     ckpt = read_checkpoint(path)
-    return build_model(ckpt).to(device).eval(), ckpt
+    return build_model(ckpt, device).to(device).eval(), ckpt
 
 
 def run_tokenizer(ckpt):
@@ -204,7 +204,7 @@ def start_model(s, module, model_keys, corpus):
         if s.surgery:
             raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
         check_size(module, model_keys, s, corpus.machine)
-        return module.Model(make_config(module, model_keys)), None
+        return build(module, model_keys, corpus.machine.device), None
     paths = [s.init_from] if isinstance(s.init_from, str) else s.init_from
     ckpts = [read_checkpoint(path) for path in paths]
     operate = find_surgery(s.surgery, module) if s.surgery else None

@@ -206,6 +206,7 @@ class RunFolder:
                 machine.set_random_state(ranks[machine.rank]['random'])
             else:                                        # a process that was not there before
                 torch.manual_seed(s.seed + 1 + machine.rank + ckpt['iter'])
+            ckpt.clear()                                 # gives its memory back
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):

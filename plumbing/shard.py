@@ -93,6 +93,13 @@ def slice_loss(model, machine):
 # ---- Sharding ------------------------------------------------------------------------------------
 
 
+def replicate(model, s, machine):
+    """Several processes that do not share one model each have a copy, and add up their gradients."""
+    if machine.world > 1 and not s.shard:
+        return nn.parallel.DistributedDataParallel(model)
+    return model
+
+
 def shard(model, machine):
     """FSDP2: every process holds 1/world of each parameter, of its gradient and of AdamW's moments,
     and a block gathers its own when it runs. A list of one block, which all layers may share, stays
