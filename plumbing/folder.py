@@ -151,7 +151,8 @@ class RunFolder:
         frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
                      iter=it, tokenizer=corpus.hash, words=data.words, shards=len(shards),
-                     adapted=getattr(model, 'adapted', []), frozen=frozen, **pick(tensors, sharded=False))
+                     adapted=getattr(model, 'adapted', []), frozen=frozen,
+                     **pick(tensors, sharded=False))
         if optimizer:
             state.update(data=data.state(), ranks=ranks, log_bytes=self.log_file.tell(),
                          seconds=self.seconds())
@@ -159,8 +160,8 @@ class RunFolder:
         remove_shards(file, kept=shards)
 
     def save_shards(self, tensors, file, it):
-        """Every process writes its part -> the files of all. If one cannot, all end: ckpt.pt and the
-        parts that it names are still the old ones."""
+        """Every process writes its part -> the files of all. If one cannot, all end, and ckpt.pt is
+        still the old one, with its parts."""
         machine = self.machine
         shards = [shard_file(file, it, rank, machine.world) for rank in range(machine.world)]
         mine = shards[machine.rank]

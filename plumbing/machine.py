@@ -34,8 +34,8 @@ class Machine:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot record a CUDA graph
             torch.set_float32_matmul_precision('high')
         if self.world > 1:
-            # a process that hangs ends the others; one that dies, torchrun sees at once
-            dist.init_process_group('nccl' if self.cuda else 'gloo', timeout=timedelta(minutes=10))
+            backend = 'nccl' if self.cuda else 'gloo'
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))  # for one that hangs
 
     def say(self, text):
         """Print on the first process, above the progress bar."""

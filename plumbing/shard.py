@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plumbing.cli import UserError
 
-SLICE = 2048                                             # tokens whose logits are in memory at one time
+SLICE = 2048                             # tokens whose logits are in memory at one time
 
 
 def scale(model, s, machine):
@@ -31,7 +31,8 @@ def blocks(model, least=1):
     """The layers: modules with a matrix, in the model's lists of at least so many."""
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
     found = [block for each in lists if len(each) >= least for block in each]
-    return [b for b in found if not isinstance(b, nn.ModuleDict) and any(p.dim() > 1 for p in b.parameters())]
+    has_matrix = lambda block: any(p.dim() > 1 for p in block.parameters())
+    return [b for b in found if has_matrix(b) and not isinstance(b, nn.ModuleDict)]  # it has no forward
 
 
 # ---- Activations: compute them again instead of keeping them -------------------------------------
@@ -40,8 +41,7 @@ def blocks(model, least=1):
 def recompute(forward):
     """A block's forward that keeps its inputs alone. A list among them may be a cache, which forward
     extends: the second time, it must find it as it was."""
-    def copies(args):
-        return [list(arg) if isinstance(arg, list) else arg for arg in args]
+    copies = lambda args: [list(arg) if isinstance(arg, list) else arg for arg in args]
 
     def run(*args):
         before = copies(args)
@@ -71,10 +71,12 @@ def slice_loss(model, machine):
     def forward(idx, targets=None, cache=None, reduction='mean'):
         if targets is None:
             return whole(idx, cache=cache)
-        x, aux = model.features(idx, cache)
-        slices = zip(x.flatten(0, 1).split(SLICE), targets.flatten().split(SLICE))
+        states, aux = model.features(idx, cache)
         weight = head.weight
-        nats = torch.cat([checkpoint(nats_of, x, weight, y, use_reentrant=False) for x, y in slices])
+        nats = []
+        for x, y in zip(states.flatten(0, 1).split(SLICE), targets.flatten().split(SLICE)):
+            nats.append(checkpoint(nats_of, x, weight, y, use_reentrant=False))
+        nats = torch.cat(nats)
         if reduction == 'none':
             return None, nats.view_as(targets), aux
         return None, nats.sum() / (targets >= 0).sum(), aux
@@ -101,11 +103,11 @@ def replicate(model, s, machine):
 
 
 def shard(model, machine):
-    """FSDP2: every process holds 1/world of each parameter, of its gradient and of AdamW's moments,
-    and a block gathers its own when it runs. A list of one block, which all layers may share, stays
-    gathered, as the rest of the model does. Gathered in float32: autocast then computes what it does
-    without sharding. (A policy of bfloat16 parameters would round routers and norms, too.)"""
-    from torch.distributed.device_mesh import init_device_mesh           # they take a second to import
+    """FSDP2: every process holds a part of each parameter, of its gradient and of AdamW's moments. A
+    block gathers its own parameters when it runs; the rest stay gathered, and so does a list of one
+    block, which all layers may share. They are gathered in float32, so that autocast computes what
+    it does without sharding: a policy of bfloat16 parameters would round routers and norms, too."""
+    from torch.distributed.device_mesh import init_device_mesh   # these take a second to import
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     single = [name for name, p in model.named_parameters() if p.dim() == 0]
     if single:
@@ -145,16 +147,16 @@ def part_like(tensor, p):
     parts = tensor.chunk(p.device_mesh.size())
     rank = p.device_mesh.get_local_rank()
     mine = parts[rank] if rank < len(parts) else tensor[:0]
-    return DTensor.from_local(mine.to(p.device, copy=True), p.device_mesh, p.placements, run_check=False,
-                              shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(mine.to(p.device, copy=True), p.device_mesh, p.placements,
+                              run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 # ---- Checkpoints in parts ------------------------------------------------------------------------
 #
-# ckpt.pt then holds all but the sharded tensors, and their number of parts. The parts lie in shards/,
-# one file for each process: {weights: {name: rows}, optimizer: {state: {index: {moment: rows}}}}. They
-# are plain tensors that torch.load reads with weights_only; torch.distributed.checkpoint keeps its
-# directory as a pickle, which could run code.
+# ckpt.pt then holds all but the sharded tensors, and the number of parts. These lie in shards/, a
+# file for each process: {weights: {name: rows}, optimizer: {state: {index: {moment: rows}}}}. They
+# are plain tensors, read with weights_only. torch.distributed.checkpoint would keep its directory as
+# a pickle, which can run code.
 
 
 def pick(tree, sharded):
