@@ -267,8 +267,8 @@ def test_ten_kills(data_dir, tmp_path, worlds):
         assert (out / 'ckpt.pt').exists() or at == 0
         if (out / 'ckpt.pt').exists():
             at = read_checkpoint(out)['iter']            # it can be read
-    print(f'\n{worlds} processes: killed at steps up to {at}, {in_save} of 10 during a save; the others ended '
-          f'after {slowest:.1f} s at most', end='')
+    print(f'\n{worlds} processes: killed at steps up to {at}, {in_save} of 10 during a save; the others '
+          f'ended after {slowest:.1f} s at most', end='')
     assert slowest < 60 and 0 < at < 120
     assert start(out, worlds[-1]).wait(300) == 0
     loss, weight = gap(tmp_path / 'calm', out)
@@ -319,7 +319,7 @@ def in_parts(ckpt, out):
 
 
 def test_parts_are_read_as_one(run, data_dir, tmp_path):
-    """Resumed by one process, they give what the whole gives. A part that is lost or no checkpoint is told."""
+    """Resumed by one process, they give what the whole gives. A lost or broken part is told."""
     args = [*command('stlm', tmp_path / 'whole'), f'--data_dir={data_dir}']
     run('train.py', *args, '--max_iters=3', here=True)
     shutil.copytree(tmp_path / 'whole', tmp_path / 'parts')
