@@ -2,7 +2,7 @@
 A large model on one GPU: speed, memory beside the formula of tools/scale.py, and whether it learns.
 
     python docs/results/scale.py scale.json config/paper/moduleformer/molm_4b_k2.py --data=babylm \
-        --checkpoint_activations --batch_size=32 --gradient_accumulation_steps=1 --max_iters=100 \
+        --checkpoint_activations --batch_size=16 --gradient_accumulation_steps=1 --max_iters=100 \
         --warmup_iters=10 --schedule=constant --eval_tokens=65536 --out_dir=out/molm_4b
 
 Any setting of train.py can be given. The checkpoint, 50 GB, is not written.
