@@ -5,6 +5,7 @@ checkpoints of which every process writes a part. No model file knows of it.
 
 import contextlib
 import functools
+from collections import UserList
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ def blocks(model, least=1):
 def recompute(forward):
     """A block's forward that keeps its inputs alone. A list among them may be a cache, which forward
     extends: the second time, it must find it as it was."""
-    copies = lambda args: [list(arg) if isinstance(arg, list) else arg for arg in args]
+    lists = (list, UserList)
+    copies = lambda args: [list(arg) if isinstance(arg, lists) else arg for arg in args]
 
     def run(*args):
         before = copies(args)
@@ -51,7 +53,7 @@ def recompute(forward):
             return forward(*now), now
         result, after = checkpoint(once, use_reentrant=False)
         for arg, new in zip(args, after):
-            if isinstance(arg, list):
+            if isinstance(arg, lists):
                 arg[:] = new
         return result
     return run
@@ -119,7 +121,17 @@ def shard(model, machine):
     fully_shard(model, mesh=mesh)
     for name in ('generate', 'routes'):                  # these gather, too
         register_fsdp_forward_method(model, name)
+    model.register_forward_pre_hook(hide_cache, with_kwargs=True, prepend=True)
     model.no_sync = functools.partial(no_sync, model)    # as DistributedDataParallel has it
+
+
+def hide_cache(model, args, kwargs):
+    """Of a list, FSDP gives each block a copy, which it would extend in vain. Not so of a UserList."""
+    if kwargs.get('cache') is not None:
+        hidden = UserList()
+        hidden.data = kwargs['cache']                    # extends the list itself
+        kwargs = {**kwargs, 'cache': hidden}
+    return args, kwargs
 
 
 @contextlib.contextmanager

@@ -50,10 +50,10 @@ def command(name, out, *args):
 
 
 def frozen(base, out, *args):
-    """A base that a surgery froze, with new experts."""
+    """A base that a surgery froze, with new experts and the memory of the last segment."""
     surgery = ['--surgery=insert_experts', "--surgery_args=dict(n_att=1, n_ffd=1, router='partial')"]
     return ['--model=moduleformer', f'--init_from={base}', *surgery, '--aux_weights=dict(rout_reg=0.1)',
-            *COMMON, f'--out_dir={out}', *args]
+            *COMMON, '--stream', '--memory=16', f'--out_dir={out}', *args]
 
 
 def losses(folder):
