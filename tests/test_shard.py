@@ -5,7 +5,6 @@ import copy
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -368,6 +367,7 @@ def test_a_part_that_cannot_be_written(tmp_path, monkeypatch, rank):
 @pytest.mark.parametrize('limit', [100_000, 460_000])
 def test_a_full_disk(data_dir, tmp_path, limit):
     """No file may grow beyond `limit`: the old checkpoint stays, one line says why, all processes end."""
+    resource = pytest.importorskip('resource')
     args = ['--shard', f'--data_dir={data_dir}', '--save_interval=5', '--resume']
     torchrun = [*TORCHRUN, '--nproc_per_node=2', str(ROOT / 'train.py')]
     out = tmp_path / 'run'
