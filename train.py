@@ -5,7 +5,7 @@ Train any model of this repository: one plain loop.
     python train.py config/moep.py --n_block=8 --out_dir=out/p8  # any setting of training or model
     python train.py config/moep.py --resume             # go on after a kill; on a CPU bit for bit
     python train.py config/moep.py --max_iters=0        # print sizes and plan, train nothing
-    torchrun --nproc_per_node=2 train.py config/moep.py          # several processes
+    torchrun --nproc_per_node=2 train.py config/moep.py          # several processes; large: --shard
 
 A config is a file of plain assignments; `--key=value` comes after it and wins. A key belongs to
 `Settings` (plumbing/settings.py) or to the model's own config. The loop knows no model by name: it
@@ -35,6 +35,7 @@ from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
+from plumbing.shard import full, replicate, scale
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
             memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / accumulate
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     optimizer.step()
     return mean, norm
 
@@ -170,7 +171,7 @@ def main():
     report = None
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine)
-        model = build_model(ckpt)
+        model = build_model(ckpt, machine.device)
         freeze(model, ckpt)
     else:
         model, report = start_model(s, module, model_keys, corpus)
@@ -187,6 +188,7 @@ def main():
         return machine.close()
 
     # optimiser, and the rest of the run's state
+    scale(model, s, machine)
     optimizer = make_optimizer(model, s, machine)
     memories = {}                       # {data set: past keys and values of each micro-batch}
     memory = None                       # of the data set that is read now
@@ -205,11 +207,9 @@ def main():
     trained = model
     if s.compile or (s.compile is None and machine.cuda and max_iters >= 200):
         trained = compile_model(model)
-    if machine.world > 1:
-        trained = torch.nn.parallel.DistributedDataParallel(trained)
+    trained = replicate(trained, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
-
     caught = catch_signals()
 
     def due(interval):

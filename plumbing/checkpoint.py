@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import UserError
-from plumbing.models import explain, find_surgery, import_model, make_config, sketch
+from plumbing.models import build, explain, find_surgery, import_model, make_config, sketch
 from plumbing.plan import check_size
 from plumbing.settings import LARGEST, Settings, fit, sort_keys
+from plumbing.shard import full, join, merge, shard_file
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -37,7 +38,7 @@ def read_checkpoint(path):
     if not file.is_file():
         raise UserError(f'there is no checkpoint {file}{checkpoint_hint(file.parent)}')
     try:
-        return {**check_parts(unpickle(file)), 'folder': str(file.parent)}
+        return {**check_parts(add_shards(unpickle(file), file)), 'folder': str(file.parent)}
     except (PermissionError, MemoryError):
         raise
     except Exception as e:
@@ -51,7 +52,7 @@ def check_parts(ckpt):
     count_parts(ckpt)
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
-    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, **ckpt, 'settings': asdict(s)}
+    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, 'shards': 0, **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
     ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
     module = import_model(ckpt['model'])
@@ -71,14 +72,34 @@ def check_parts(ckpt):
     return ckpt
 
 
-def unpickle(file):
+def add_shards(ckpt, file):
+    """With what the processes of a sharded run saved beside it. Weights are joined, AdamW's moments
+    stay lists of parts: they are many, and only a run that goes on needs them."""
+    n = fit(ckpt.get('shards', 0), int)
+    if n == 0:
+        return ckpt
+    if not 2 <= n <= 2 ** 16:
+        raise ValueError
+    files = [shard_file(file, fit(ckpt['iter'], int), rank, n) for rank in range(n)]
+    lost = [each.name for each in files if not each.is_file()]
+    if lost:
+        raise UserError(f'{lost[0]} is missing in {files[0].parent}')
+    parts = [unpickle(each, mmap=True) for each in files]
+    for part in [ckpt, *parts]:
+        count_parts(part)
+    ckpt = merge([ckpt, *parts])
+    ckpt['weights'] = {name: join(rows) for name, rows in ckpt['weights'].items()}
+    return ckpt
+
+
+def unpickle(file, mmap=False):
     """Plain values, and tensors of bytes that are really in the file."""
     with zipfile.ZipFile(file) as pack:
         unpacked = sum(part.file_size for part in pack.infolist())
     if unpacked > file.stat().st_size:
         raise UserError('it unpacks to more than its size')
     with warnings.catch_warnings(action='ignore'):       # about other formats
-        return torch.load(file, map_location='cpu', weights_only=True)
+        return torch.load(file, map_location='cpu', weights_only=True, mmap=mmap)
 
 
 def count_parts(value, left=10 ** 6):
@@ -119,7 +140,7 @@ def checkpoint_hint(folder):
     return f"; there are {', '.join(runs)}" if runs else ''
 
 
-def build_model(ckpt, **changes):
+def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and, if it has any, its adapters. First without
     weights: no size is allocated that the checkpoint's own weights do not have."""
     module = import_model(ckpt['model'])
@@ -142,7 +163,7 @@ def build_model(ckpt, **changes):
         listed = [f'{k} = {changes[k]!r} (it has {had.get(k)!r})' for k in changed]
         other = ', '.join(listed) or 'its own config'
         raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {other}")
-    model = adapt(module.Model(make_config(module, keys)))
+    model = build(module, keys, device, adapt)
     model.load_state_dict(ckpt['weights'])
     if not is_finite(model):
         raise UserError(f"{ckpt['folder']}: some of its weights are not finite: this checkpoint is broken")
@@ -150,13 +171,13 @@ def build_model(ckpt, **changes):
 
 
 def is_finite(model):
-    return all(p.isfinite().all() for p in model.parameters())
+    return all(full(p.isfinite().all()) for p in model.parameters())
 
 
 def load_checkpoint(path, device='cpu'):
     """-> (model in eval mode, the checkpoint's dictionary). For sample.py and the other tools."""
     ckpt = read_checkpoint(path)
-    return build_model(ckpt).to(device).eval(), ckpt
+    return build_model(ckpt, device).to(device).eval(), ckpt
 
 
 def run_tokenizer(ckpt):
@@ -182,8 +203,8 @@ def start_model(s, module, model_keys, corpus):
     if not s.init_from:
         if s.surgery:
             raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
-        check_size(module, model_keys, corpus.machine)
-        return module.Model(make_config(module, model_keys)), None
+        check_size(module, model_keys, s, corpus.machine)
+        return build(module, model_keys, corpus.machine.device), None
     paths = [s.init_from] if isinstance(s.init_from, str) else s.init_from
     ckpts = [read_checkpoint(path) for path in paths]
     operate = find_surgery(s.surgery, module) if s.surgery else None

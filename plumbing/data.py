@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from plumbing.cli import UserError, short
 from plumbing.tokenizer import load_meta, load_tokenizer
@@ -275,6 +276,7 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
     starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
     if eval_tokens:
         starts = starts[:max(1, eval_tokens // seq_len)]
+    starts = F.pad(starts, (0, -len(starts) % world), value=len(tokens))   # as many for every process
     starts = starts[rank::world]
     for some in starts.split(batch_size) if len(starts) else ():
         positions = some[:, None] + torch.arange(seq_len + 1, device=device)

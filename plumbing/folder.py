@@ -7,6 +7,7 @@ segment memory. ckpt_<words>.pt hold weights only. log.jsonl has one JSON object
 
 import contextlib
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError, lock, new_file, parse_json
+from plumbing.shard import is_sharded, join, part_like, pick, remove_shards, shard_file
 from plumbing.tokenizer import copy_tokenizer
 
 
@@ -96,11 +98,14 @@ class RunFolder:
         if not lock(self.log_file):
             raise UserError(f'{log} is being written by another run: wait for it, '
                             'or set another --out_dir')
-        stale = ['ckpt*.pt.tmp', 'log.jsonl.tmp', 'meta.json.tmp', 'tokenizer.*.tmp']   # of a killed run
-        if self.s.overwrite:
-            stale.append('ckpt*.pt')
+        stale = ['ckpt*.pt.tmp', 'log.jsonl.tmp', 'meta.json.tmp', 'tokenizer.*.tmp', 'shards/*.tmp']
+        if self.s.overwrite:                             # else only what a killed run left
+            stale += ['ckpt*.pt', 'shards/*.pt']
         for old in [path for pattern in stale for path in self.path.glob(pattern)]:
             old.unlink()
+        n = ckpt['shards'] if ckpt else 0
+        kept = [shard_file(self.path / 'ckpt.pt', ckpt['iter'], rank, n) for rank in range(n)]
+        remove_shards(self.path / 'ckpt.pt', kept)
         copy_tokenizer(corpus.folder, self.path)
         if not ckpt:
             self.log_file.truncate(0)
@@ -131,20 +136,49 @@ class RunFolder:
 
     def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
         """With the optimiser: everything needed to resume. Without: weights."""
+        file = self.path / name
+        tensors = dict(weights=model.state_dict())
         ranks = []
         if optimizer:
+            tensors['optimizer'] = optimizer.state_dict()
             kept = {part: move(layers, 'cpu') for part, layers in (memory or {}).items()}
             ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=kept))
+        shards = []
+        if any(map(is_sharded, tensors['weights'].values())):
+            shards = self.save_shards(tensors, file, it)
         if self.machine.rank > 0:
             return
         frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
-                     iter=it, tokenizer=corpus.hash, weights=model.state_dict(), words=data.words,
-                     adapted=getattr(model, 'adapted', []), frozen=frozen)
+                     iter=it, tokenizer=corpus.hash, words=data.words, shards=len(shards),
+                     adapted=getattr(model, 'adapted', []), frozen=frozen,
+                     **pick(tensors, sharded=False))
         if optimizer:
-            state.update(optimizer=optimizer.state_dict(), data=data.state(), ranks=ranks,
-                         log_bytes=self.log_file.tell(), seconds=self.seconds())
-        save_file(state, self.path / name)
+            state.update(data=data.state(), ranks=ranks, log_bytes=self.log_file.tell(),
+                         seconds=self.seconds())
+        save_file(state, file)
+        remove_shards(file, kept=shards)
+
+    def save_shards(self, tensors, file, it):
+        """Every process writes its part -> the files of all. If one cannot, all end, and ckpt.pt is
+        still the old one, with its parts."""
+        machine = self.machine
+        shards = [shard_file(file, it, rank, machine.world) for rank in range(machine.world)]
+        mine = shards[machine.rank]
+        error = None
+        try:
+            mine.parent.mkdir(exist_ok=True)
+            save_file(pick(tensors, sharded=True), mine)
+        except (OSError, UserError) as e:
+            error = str(e)
+        errors = list(filter(None, machine.gather(error)))
+        failed = machine.sum(torch.tensor(float(error is not None), device=machine.device))
+        if failed.item() == 0:
+            return shards
+        mine.unlink(missing_ok=True)
+        if machine.rank == 0:
+            raise UserError(errors[0])
+        sys.exit(2)
 
     def give_up(self, it):
         kept = 'no checkpoint was saved yet'
@@ -173,6 +207,7 @@ class RunFolder:
                 machine.set_random_state(ranks[machine.rank]['random'])
             else:                                        # a process that was not there before
                 torch.manual_seed(s.seed + 1 + machine.rank + ckpt['iter'])
+            ckpt.clear()                                 # gives its memory back
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -185,12 +220,15 @@ def load_optimizer(optimizer, saved):
     and crash in the step."""
     now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
     weights = [p for group in optimizer.param_groups for p in group['params']]
+    state = {}
     for i, moments in saved['state'].items():
+        moments = {name: join(value) for name, value in moments.items()}
         shapes = {name: value.shape for name, value in moments.items() if value.is_floating_point()}
         shape = weights[i].shape
         if shapes != dict(step=torch.Size([]), exp_avg=shape, exp_avg_sq=shape):
             raise ValueError
-    optimizer.load_state_dict(saved)
+        state[i] = {name: part_like(value, weights[i]) for name, value in moments.items()}
+    optimizer.load_state_dict(dict(saved, state=state))
     for group, settings in zip(optimizer.param_groups, now):
         group.update(settings)
 

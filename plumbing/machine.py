@@ -4,6 +4,7 @@ The machine a script runs on: device, precision, the processes that torchrun sta
 
 import math
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ class Machine:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot record a CUDA graph
             torch.set_float32_matmul_precision('high')
         if self.world > 1:
-            dist.init_process_group('nccl' if self.cuda else 'gloo')
+            backend = 'nccl' if self.cuda else 'gloo'
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))  # for one that hangs
 
     def say(self, text):
         """Print on the first process, above the progress bar."""

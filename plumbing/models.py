@@ -69,6 +69,14 @@ def sketch(module, keys, adapt=lambda model: model, most=20_000):
         hook.remove()
 
 
+def build(module, keys, device, adapt=lambda model: model):
+    """A model of these keys. Above a billion parameters, directly on the device: on the CPU, random
+    numbers would take minutes. Below, on the CPU, so that a seed gives the same weights everywhere."""
+    size = sum(p.numel() for p in sketch(module, keys, adapt).parameters())
+    with torch.device(device if size > 1e9 else 'cpu'):
+        return adapt(module.Model(make_config(module, keys)))
+
+
 def explain(error):
     """What a model file raises on purpose, in its own words; a bug in it, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)

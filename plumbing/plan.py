@@ -39,11 +39,15 @@ def check_vocabulary(model_keys, corpus):
                         f'has {vocab} entries{hint}')
 
 
-def check_size(module, model_keys, machine):
-    """Whether weights, gradients and AdamW's two moments fit into the machine's memory."""
+def check_size(module, model_keys, s, machine):
+    """Whether weights, gradients and AdamW's two moments fit into the machine's memory. A model that is
+    sharded is first built as a whole."""
     count = sum(p.numel() for p in sketch(module, model_keys).parameters())
-    if 16 * count > machine.memory():
-        raise UserError(f'a model of {short(count)} parameters takes {short(16 * count)}B to train, '
+    needed = 16 * count
+    if s.shard and machine.cuda:                         # processes on CPUs share their memory
+        needed = 4 * count + 16 * count / machine.world
+    if needed > machine.memory():
+        raise UserError(f'a model of {short(count)} parameters takes {short(needed)}B to train, '
                         f'and this machine has {short(machine.memory())}B')
 
 
@@ -141,8 +145,6 @@ def check_model(model, s, data, machine):
 
 def show_sample(model, s, corpus, machine):
     """A sample of text, and what to do next."""
-    if machine.rank > 0:
-        return
     model.eval()
     start = torch.tensor([[corpus.tokenizer.eot]], device=machine.device)
     with machine.autocast():

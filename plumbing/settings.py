@@ -76,6 +76,8 @@ class Settings:
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
     compile: bool | None = None            # torch.compile; if not given, on cuda for 200 steps or more
     graph: bool = True                     # a step as one CUDA graph, where that is possible
+    checkpoint_activations: bool = False   # keep only what enters a block, and no logits: less memory, slower
+    shard: bool = False                    # several processes each hold a part of the model (FSDP2)
 
 
 # ---- From the command line to Settings ----------------------------------------------------------
@@ -93,6 +95,8 @@ def read_settings(argv, usage=''):
     s = Settings(**given)
     s.out_dir = s.out_dir or f'out/{s.model}'
     check_ranges(s)
+    if s.shard or s.checkpoint_activations:              # hooks and random states: neither is possible
+        s.compile = s.graph = False
     return s, module, model_keys
 
 
@@ -136,6 +140,8 @@ def check_ranges(s):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:
         raise UserError('resume goes on with a run, overwrite starts it anew: choose one')
+    if s.compile and (s.shard or s.checkpoint_activations):
+        raise UserError('shard and checkpoint_activations do not go with compile: remove it')
     if s.surgery_args and not s.surgery:
         raise UserError('surgery_args without a surgery')
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moduleformer
 import moep
@@ -14,7 +15,7 @@ import selfmoe
 import stlm
 import stlm_depth
 import train
-from plumbing import settings
+from plumbing import settings, shard
 from plumbing.machine import Machine, Replay
 from tools import bench
 
@@ -55,6 +56,24 @@ def steps(model, n, machine, model_as=lambda m: m, wanted=True):
         train.set_rate(optimizer, 1e-2 / (1 + it))
         losses.append(step(torch.from_numpy(data.take(8)).to(machine.device))[0]['loss'].item())
     return losses, step, model
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_recomputed_and_sharded_steps_are_plain_steps(name):
+    """--checkpoint_activations; and FSDP2, with one process: autocast, fused AdamW, a rate in a tensor."""
+    machine = Machine('cuda')
+    s = settings.Settings(checkpoint_activations=True)
+    plain, _, _ = steps(MODELS[name], 6, machine, wanted=False)
+    change = lambda model: shard.scale(model, s, machine) or model
+    recomputed, _, _ = steps(MODELS[name], 6, machine, change, wanted=False)
+    assert recomputed == pytest.approx(plain, rel=1e-2)
+    dist.init_process_group('nccl', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        change = lambda model: shard.shard(model, machine) or model
+        sharded, _, _ = steps(MODELS[name], 6, machine, change, wanted=False)
+    finally:
+        dist.destroy_process_group()
+    assert sharded == pytest.approx(plain, rel=1e-2)
 
 
 def is_recorded(step):

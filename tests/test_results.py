@@ -100,7 +100,7 @@ def options(script):
     """The names of the options that a script knows."""
     source = (ROOT / script).read_text(encoding='utf-8')
     names = set(re.findall(r"'--([\w-]+)'", source)) | {'help'}
-    if script in ('train.py', 'tools/bench.py'):
+    if script in ('train.py', 'tools/bench.py', 'tools/scale.py'):
         owners = [Settings, *(import_model(name).Config for name in MODELS)]
         names |= {field.name for owner in owners for field in fields(owner)}
     return names

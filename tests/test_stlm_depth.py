@@ -105,7 +105,7 @@ def oracle(model, idx, training):
                 after.append([v + update[t] for t, v in enumerate(row)])
                 continue
             r = [layer.router @ v for v in row]
-            guess = [layer.forecast @ rms(v.detach(), eps=0) + layer.forecast_bias for v in row]
+            guess = [layer.forecast @ rms(v.detach(), eps=0) + layer.forecast_bias[0] for v in row]
             K = max(1, math.floor(c.capacity * T + 0.5))
             top = sorted(range(T), key=lambda t: -r[t].item())[:K]
             chosen = top if training else [t for t in range(T) if guess[t] > 0]

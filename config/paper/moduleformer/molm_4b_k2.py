@@ -3,7 +3,8 @@ trained it on the Pile (360B tokens, the Codegen tokenizer) with 48 A100s. This 
 parameters without allocating them:
 
     python train.py config/paper/moduleformer/molm_4b_k2.py --max_iters=0
-"""
+
+How to train it, on one GPU or on many, is in docs/scale.md."""
 model = 'moduleformer'
 data = 'pile'
 

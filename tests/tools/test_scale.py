@@ -1,0 +1,60 @@
+"""tools/scale.py: its sums by hand, and as a user runs it. tests/test_shard.py compares the memory of
+weights, gradients and moments with what two processes hold."""
+
+import json
+
+import pytest
+import torch
+
+import moduleformer
+from plumbing.models import sketch
+from plumbing.settings import Settings
+from tools import scale
+
+CONFIG = 'config/paper/moduleformer/molm_4b_k2.py'
+
+
+def test_rows_are_divided():
+    """16 experts: two for each of 8 processes, one for each of 16, and beyond that no fewer."""
+    stack = torch.empty(16, 3, 5, device='meta')
+    assert [scale.held(stack, world) for world in (1, 3, 8, 16, 64)] == [240, 90, 30, 15, 15]
+
+
+def test_memory_by_hand():
+    keys = dict(vocab_size=5000, block_size=8, n_layer=3, n_embd=4, n_att=2, d_att=4, n_head=1, n_ffd=2,
+                d_ffd=6, top_k=2, d_router=5, identity_kv=True)
+    model = sketch(moduleformer, keys)
+    block = 16 + 2 * (4 * 5 + 2 * 5) + 2 * 2 * 4 * 4 + 2 * 2 * 4 * 6     # norms, routers, attention, FFNs
+    rest = 2 * 5000 * 4 + 8
+    found = scale.memory(model, Settings(model='moduleformer', batch_size=2), 8, world=1)
+    assert found['weights'] == found['gradients'] == found['AdamW'] / 2 == 4 * (3 * block + rest)
+    inside = 14 * 4 + 2 * 2 * (4 * 4 + 2 * 4 + 2 * 6)                    # bytes for a token
+    assert found['blocks'] == 3 * 16 * inside and found['logits'] == 14 * 16 * 5000
+    s = Settings(model='moduleformer', batch_size=2, shard=True, checkpoint_activations=True, memory=8)
+    found = scale.memory(model, s, 8, world=2)
+    assert found['gathered'] == 4 * (rest + 2 * block) and found['gradients to send'] == 4 * (rest + block)
+    assert found['block inputs'] == 4 * 3 * 16 * 4 and found['one block'] == 2 * 16 * inside
+    assert found['segment memory'] == 2 * 2 * 3 * 2 * 16 * 4     # keys and values, two bytes each
+    s.gradient_accumulation_steps = 3
+    more = scale.memory(model, s, 8, world=2)
+    assert more['gradients to send'] == 4 * (3 * block + rest)
+    assert more['segment memory'] == 3 * found['segment memory']
+
+
+def test_the_busiest_gpu():
+    load = [0.4, 0.1, 0.3, 0.2]
+    assert scale.imbalance(load, 2) == pytest.approx(1.4)        # experts 0 and 2 on the first
+    assert scale.imbalance(load, 4) == scale.imbalance(load, 64) == pytest.approx(1.6)
+
+
+def test_as_a_user_runs_it(run, tmp_path):
+    loads = {'moduleformer': {'blocks.0.att': {'load': [0.4, 0.1, 0.3, 0.2]}}}
+    (tmp_path / 'routes.json').write_text(json.dumps(loads))
+    args = ['--checkpoint_activations', '--shard', '--batch_size=16', '--gradient_accumulation_steps=1']
+    told = run('tools.scale', CONFIG, *args, '--processes', 1, 8, 64, '--routes', tmp_path / 'routes.json',
+               here=True).stdout
+    rows = {line[:20].strip(): line[20:].split() for line in told.splitlines()}
+    assert rows['weights'][:2] == ['16.57', '2.07'] and rows['together'][0] == '71.04'
+    assert '8 43.5 8.5 42,140 tokens 1.60 x, 1.60 x of 1 pools' in ' '.join(told.split())
+    told = run('tools.scale', 'config/moep.py', '--routes', tmp_path / 'routes.json', code=2).stderr
+    assert 'for moduleformer only' in told

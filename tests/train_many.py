@@ -1,0 +1,44 @@
+"""Runs of train.py one after the other in the same processes, for torchrun: starting them takes longest.
+python tests/train_many.py '[["config/moep.py", "--shard"], ...]'"""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train                                             # noqa: E402
+
+torch.set_num_threads(1)
+real_step = train.train_step
+
+
+def held(tensors):
+    """Bytes of this process's own part."""
+    parts = [t.to_local() if hasattr(t, 'to_local') else t for t in tensors]
+    return sum(t.nbytes for t in parts if t.dim())
+
+
+def train_step(model, optimizer, *args):
+    """train.py's own; and then what the first process holds."""
+    result = real_step(model, optimizer, *args)
+    weights = list(model.parameters())
+    gradients = [p.grad for p in weights if p.grad is not None]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    if dist.get_rank() == 0:
+        print('held', json.dumps(dict(weights=held(weights), gradients=held(gradients), AdamW=held(moments))))
+    return result
+
+
+begin, end = dist.init_process_group, dist.destroy_process_group
+with mock.patch.object(dist, 'init_process_group', lambda *args, **kwargs: None), \
+        mock.patch.object(dist, 'destroy_process_group', lambda: None), \
+        mock.patch.object(train, 'train_step', train_step):
+    begin('gloo')
+    for argv in json.loads(sys.argv[1]):
+        sys.argv = ['train.py', *argv]
+        train.main()
+end()

@@ -1,0 +1,128 @@
+"""
+How much memory does each GPU need, and how much do GPUs send each other? Nothing is built.
+
+    python -m tools.scale config/paper/moduleformer/molm_4b_k2.py --batch_size=16 --shard
+    python -m tools.scale config/paper/moduleformer/molm_4b_k2.py --routes docs/results/routes.json
+
+Memory is that of the first process, which has the largest part. Traffic is what one GPU receives
+for one micro-batch, forward and backward: by FSDP, whatever the tokens choose; and by expert
+parallelism, where GPUs keep their experts and send each other tokens (not built here). --routes has
+measured loads, {run: {layer: {"load": [share of each expert]}}}: the busiest GPU sets the pace.
+"""
+
+import json
+
+from plumbing.cli import Parser, UserError, between, run_main
+from plumbing.models import sketch
+from plumbing.settings import read_settings
+from plumbing.shard import SLICE, blocks
+
+INSIDE = dict(         # bytes that a block keeps for one token in bfloat16; add your model's here
+    moduleformer=lambda c: 14 * c.n_embd + 2 * c.top_k * (4 * c.n_embd + 2 * c.d_att + 2 * c.d_ffd))
+
+
+def count(parameters):
+    return sum(p.numel() for p in parameters)
+
+
+def held(p, world):
+    """Numbers of a parameter that the first of `world` processes holds: FSDP divides its rows."""
+    rows = -(-p.size(0) // world)
+    return rows * p.numel() // p.size(0)
+
+
+def memory(model, s, T, world):
+    """{what: bytes of one GPU}"""
+    c = model.config
+    N = s.batch_size * T
+    found = {}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found['weights'] = 4 * sum(held(p, world) for p in model.parameters())
+    found['gradients'] = 4 * sum(held(p, world) for p in trained)
+    found['AdamW'] = 8 * sum(held(p, world) for p in trained)
+    if world > 1:
+        sizes = [count(block.parameters()) for block in blocks(model, least=2)] or [0]
+        rest = count(model.parameters()) - sum(sizes)
+        found['gathered'] = 4 * (rest + 2 * max(sizes))          # a block, and the next one
+        summed = count(trained) if s.gradient_accumulation_steps > 1 else rest + max(sizes)
+        found['gradients to send'] = 4 * summed
+    inside = INSIDE.get(s.model, lambda config: 0)(c) * N
+    layers = len(blocks(model))
+    if s.checkpoint_activations:
+        found['block inputs'] = 4 * layers * N * c.n_embd
+        found['one block'] = 2 * inside                          # and its gradients
+        found['logits'] = 14 * min(SLICE, N) * c.vocab_size      # bfloat16, float32, their gradients
+    else:
+        found['blocks'] = layers * inside
+        found['logits'] = 14 * N * c.vocab_size
+    if s.memory:                                                 # keys and values in bfloat16
+        positions = s.gradient_accumulation_steps * s.batch_size * (T + s.memory)
+        found['segment memory'] = 4 * positions * layers * c.d_att
+    return found
+
+
+def fsdp_bytes(model, world):
+    """Received by one GPU for one micro-batch: each block is gathered twice in float32, and its
+    gradient is summed up."""
+    return 3 * 4 * count(model.parameters()) * (world - 1) / world
+
+
+def expert_bytes(model, N, world):
+    """For N tokens of a GPU's own, in bfloat16. A token goes to K attention modules, comes back as
+    queries, goes again as what they read, and comes back; to K FFN modules once. Backward: the same."""
+    c = model.config
+    per_token = 2 * 2 * c.top_k * c.n_layer * (2 * (c.n_embd + c.d_att) + 2 * c.n_embd)
+    return per_token * N * (world - 1) / world
+
+
+def imbalance(load, world):
+    """The rows of the busiest GPU relative to the mean, if experts are dealt to GPUs in turn; where
+    there are more GPUs than experts, each expert has as many of its own."""
+    places = min(world, len(load))
+    return max(sum(load[place::places]) for place in range(places)) * places / sum(load)
+
+
+def show_memory(model, s, T, worlds):
+    columns = [memory(model, s, T, world) for world in worlds]
+    print(f"{'GB per GPU':20}" + ''.join(f'{world:>8} GPUs' for world in worlds))
+    for name in dict.fromkeys(name for column in columns for name in column):
+        print(f'{name:20}' + ''.join(f'{column.get(name, 0) / 1e9:13.2f}' for column in columns))
+    print(f"{'together':20}" + ''.join(f'{sum(column.values()) / 1e9:13.2f}' for column in columns))
+
+
+def show_traffic(model, s, T, worlds, loads):
+    N = s.batch_size * T
+    print(f'\nGB that a GPU receives for a micro-batch of {N:,} tokens')
+    heads = f"{'GPUs':>6}{'FSDP':>10}{'experts':>10}{'equal at':>18}"
+    print(f"{heads}{'busiest GPU, mean and worst pool':>36}")
+    for world in worlds:
+        fsdp, experts = fsdp_bytes(model, world), expert_bytes(model, N, world)
+        uneven = [imbalance(load, world) for load in loads]
+        busiest = f'{sum(uneven) / len(uneven):.2f} x, {max(uneven):.2f} x of {len(uneven)} pools'
+        received = f'{fsdp / 1e9:10.1f}{experts / 1e9:10.1f}'
+        print(f'{world:6}{received}{N * fsdp / experts:11,.0f} tokens{busiest:>36}')
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('config')
+    parser.add_argument('--processes', type=between(1, 10 ** 5), nargs='+', default=[1, 8, 32, 64])
+    parser.add_argument('--routes', help='measured loads; then also the traffic is shown')
+    args, extra = parser.parse_known_args()
+    s, module, keys = read_settings([args.config, *extra])
+    model = sketch(module, dict(vocab_size=50257) | keys)
+    T = s.seq_len or model.config.block_size
+    print(f'{s.model}: {count(model.parameters()) / 1e9:.3f}B parameters, {s.batch_size} x {T} tokens, '
+          f'{s.gradient_accumulation_steps} micro-batches')
+    show_memory(model, s, T, args.processes)
+    if args.routes:
+        if s.model != 'moduleformer':
+            raise UserError('--routes: the traffic of experts is counted for moduleformer only')
+        with open(args.routes, encoding='utf-8') as file:
+            runs = json.load(file)
+        loads = [layer['load'] for layer in runs[s.model].values()]
+        show_traffic(model, s, T, [world for world in args.processes if world > 1], loads)
+
+
+if __name__ == '__main__':
+    run_main(main)
