@@ -81,6 +81,8 @@ def main():
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = run_tokenizer(ckpt)
     limit = model.config.block_size
+    if tokenizer.pauses and args.prompt and '\n' not in args.prompt:
+        args.prompt += '\n'                      # pauses follow a line
     ids = [*tokenizer.end, *tokenizer.encode(args.prompt)]
     slots = len(tokenizer.end)                   # of a chunk; a token is one
     while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:

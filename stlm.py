@@ -12,7 +12,8 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
 
 What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
-per byte, 1.586 with half the parameters (`share='all'`), 1.978 from bytes (docs/results.md).
+per byte, 1.586 with half the parameters (`share='all'`), 1.852 from bytes (docs/results.md).
+Pauses and next thoughts (section 5.4) are forms of the data. In the latter a chunk is a sentence.
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
@@ -56,7 +57,7 @@ class STLMConfig:
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
-    byte_limit: int = 0            # the most bytes in a chunk (`prepare.py --chunks`); 0: tokens
+    byte_limit: int = 0            # bytes in a chunk, at most (or tokens in a sentence); 0: tokens
     decoder: str = 'causal'        # how a chunk is spelled: causal | parallel
     byte_embd: int = 128           # width of the byte encoder and decoder
     byte_layer: int = 2            # layers of each
@@ -88,8 +89,7 @@ class STLMConfig:
 
 class ByteEnds:
     """Turns symbols into the core's input, and the core's states into logits; TokenEnds, below, does
-    so for tokens. The model owns the weights: short names in checkpoints. Nothing here needs bytes:
-    in "next thoughts" (section 5.4) a chunk is a sentence of tokens (config/stlm_thoughts.py)."""
+    so for tokens. The model owns the weights: short names in checkpoints."""
     def __init__(self, model):
         c = model.config
         self.causal = c.decoder == 'causal'
@@ -103,7 +103,7 @@ class ByteEnds:
         model.start = nn.Parameter(torch.empty(c.n_embd))
 
     def cut(self, idx):
-        """(B, T) symbols -> (B, C + 1, L): C whole chunks, and the unfinished one, padded."""
+        """(B, T) symbols -> (B, C + 1, L): C whole chunks; the unfinished one, maybe only padding."""
         missing = self.slots - idx.size(1) % self.slots
         return F.pad(idx, (0, missing), value=self.padding).view(len(idx), -1, self.slots)
 
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_attention))
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_attention))
         self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
-        shared = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}
+        shared = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}        # for their shapes alone
         if c.share == 'all':
             shared |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
         self.adapters = nn.ModuleList(

@@ -123,10 +123,12 @@ class RoutedLayer(nn.Module):
         return index, passes.gather(1, index), score, {}
 
     def forward(self, x, position, turn, cache):
+        """-> what is added to x, who passes (B, T), auxiliary losses."""
         index, filled, score, aux = self.choose(x)
+        passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
         nobody = index.size(1) == 0
         if nobody and (cache is None or self.layer < len(cache)):
-            return torch.zeros_like(x), aux
+            return torch.zeros_like(x), passes, aux
         if nobody:                                       # begin the cache, with an empty slot
             index = index.new_zeros(len(x), 1)
             filled = torch.zeros_like(index, dtype=torch.bool)
@@ -136,7 +138,8 @@ class RoutedLayer(nn.Module):
         wide = index[..., None].expand(-1, -1, x.size(-1))       # (B, K, D)
         y = self.block(x.gather(1, wide), position, turn, cache)
         y = y * (score.gather(1, index) * filled)[..., None]
-        return torch.zeros_like(x).scatter_add(1, wide, y.type_as(x)), aux    # r * f(x), or 0
+        update = torch.zeros_like(x).scatter_add(1, wide, y.type_as(x))      # r * f(x), or 0
+        return update, passes, aux
 
 
 # ---- The LLaMA block -----------------------------------------------------------------------------
@@ -232,25 +235,26 @@ class STLMDepth(nn.Module):
 
     def run(self, x, begin, end, past, cache=None):
         """Layers begin to end, of (B, T, D) tokens that stand after `past` others -> the states after
-        each of these layers, and the auxiliary losses of the routed ones."""
+        each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
         position = torch.arange(past, past + x.size(1), device=x.device)[None]
         turn = rotary(position, self.config.n_embd // self.config.n_head)
         states = []
         losses = []
+        passed = {}
         for i in range(begin, end):
             update = self.layers[i](x, position, turn, cache)
             if self.config.is_routed(i):
-                update, found = update
+                update, passed[i], found = update
                 losses.append(found)
             if self.training and self.drop_rate(i) > 0:
                 stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
                 update = update * stays                  # whole rows; not scaled, as in LayerSkip
             x = x + update
             states.append(x)
-        return states, mean_of(losses)
+        return states, mean_of(losses), passed
 
     def read(self, idx, cache=None):
-        """(B, T) ids -> the states after each layer, and the auxiliary losses."""
+        """(B, T) ids -> the states after each layer, auxiliary losses, who passes."""
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
@@ -259,7 +263,7 @@ class STLMDepth(nn.Module):
 
     def features(self, idx, cache=None):
         """(B, T) ids -> final-norm states (B, T, D), auxiliary losses."""
-        states, aux = self.read(idx, cache)
+        states, aux, _ = self.read(idx, cache)
         return self.norm_f(states[-1]), aux
 
     def exit_logits(self, state):
@@ -267,7 +271,7 @@ class STLMDepth(nn.Module):
         return F.linear(self.norm_f(state), self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        states, aux = self.read(idx, cache)
+        states, aux, _ = self.read(idx, cache)
         if targets is None:
             return self.exit_logits(states[-1]), None, aux
         loss = head_loss(self.norm_f(states[-1]), self.wte.weight, targets, reduction)
@@ -340,15 +344,8 @@ class STLMDepth(nn.Module):
     def routes(self, idx):
         """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it skips
         it. Not the scores, which may be negative."""
-        found = {}
-        x = self.dropout(self.wte(idx))
-        for i, layer in enumerate(self.layers):
-            if self.config.is_routed(i):
-                index, filled, score, _ = layer.choose(x)
-                passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
-                found[f'layer {i + 1}'] = torch.stack((passes, 1 - passes), -1)
-            x = self.run(x, i, i + 1, 0)[0][-1]
-        return found
+        _, _, passed = self.read(idx)
+        return {f'layer {i + 1}': torch.stack((p, 1 - p), -1) for i, p in passed.items()}
 
     def count_params(self):
         """Total, and active: what multiplies a token on average."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import UserError, short
+from plumbing.data import tokens_at
 from plumbing.models import explain, sketch
 
 
@@ -147,6 +148,11 @@ def show_sample(model, s, corpus, machine):
     """A sample of text, and what to do next."""
     model.eval()
     start = torch.tensor([[corpus.tokenizer.eot]], device=machine.device)
+    if corpus.tokenizer.pauses:                          # what follows them was learned
+        text = tokens_at(corpus.val[corpus.scored[0]], slice(model.config.block_size // 2))
+        pauses = (text == corpus.pad).nonzero()
+        if len(pauses):
+            start = text[None, :pauses.max() + 1]
     with machine.autocast():
         ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
         routed = bool(model.routes(start))

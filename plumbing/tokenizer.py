@@ -37,8 +37,8 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
 class Tokenizer:
-    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad`
-    is never a target: what fills a chunk, or a pause."""
+    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad` is
+    read but never predicted: it fills up a chunk, or is the pause."""
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
                  pad=-1, **extra):
@@ -64,11 +64,11 @@ class Tokenizer:
 
     def encode_parts(self, text):
         """The ids of a text, part by part: it may have 64 MB."""
-        line, newline, rest = text.partition('\n') if self.pauses else (text, '', '')
-        yield from map(self.encode_part, PARTS.findall(line + newline))
-        if newline:
+        first = text.find('\n') + 1 if self.pauses else 0    # characters of the first line
+        yield from map(self.encode_part, PARTS.findall(text[:first]))
+        if first:
             yield self.pauses
-        yield from map(self.encode_part, PARTS.findall(rest))
+        yield from map(self.encode_part, PARTS.findall(text[first:]))
 
     def decode_bytes(self, ids):
         known = [i for i in ids if i < self.n_vocab]     # a model may pad its vocabulary

@@ -529,7 +529,7 @@ def test_drop_rates():
 def test_dropped_layers_add_nothing():
     """Rows as a whole, each by itself, as often as the rates say; what is kept is not scaled."""
     model, x = make(layer_dropout=0.8), tokens(3000, 2)
-    states, _ = model.read(x)
+    states, *_ = model.read(x)
     position = torch.arange(2)[None]
     before = model.wte(x)
     for i, after in enumerate(states):
@@ -583,7 +583,7 @@ def test_exit_loss_oracle(changes, exits):
 def test_mean_exit_loss_is_the_weighted_sum(exits):
     """Over exits 0 to 3 of five layers, weighted 0, 1, 3, 6: e(l) is the sum of 0 to l. Each row draws."""
     model, x, y = make(**EXITS), tokens(4000, 1), tokens(4000, 1, seed=2)
-    states, _ = model.read(x)
+    states, *_ = model.read(x)
     states = [state.detach() for state in states]
     each = [F.cross_entropy(model.exit_logits(s).flatten(0, 1), y.flatten()).item() for s in states[:-1]]
     for layer, value in enumerate(each):
