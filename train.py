@@ -35,7 +35,7 @@ from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
-from plumbing.shard import full, replicate, scale
+from plumbing.shard import replicate, scale, whole_tensor
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -61,9 +61,9 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
             memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / accumulate
-    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
     optimizer.step()
-    return mean, norm
+    return mean, whole_tensor(norm)
 
 
 # ---- Optimiser, schedules, compilation ----------------------------------------------------------
@@ -171,8 +171,8 @@ def main():
     report = None
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine)
-        model = build_model(ckpt, machine.device)
-        freeze(model, ckpt)
+        model = freeze(build_model(ckpt, machine.device), ckpt)
+        del ckpt['weights']             # each process would keep them, beside the model's
     else:
         model, report = start_model(s, module, model_keys, corpus)
     model.to(machine.device)

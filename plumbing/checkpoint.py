@@ -1,6 +1,7 @@
 """Checkpoints: read, checked and built into a model; and where a new run's model starts."""
 
 import inspect
+import os
 import re
 import typing
 import warnings
@@ -14,7 +15,7 @@ from plumbing.cli import UserError
 from plumbing.models import build, explain, find_surgery, import_model, make_config, sketch
 from plumbing.plan import check_size
 from plumbing.settings import LARGEST, Settings, fit, sort_keys
-from plumbing.shard import full, join, merge, shard_file
+from plumbing.shard import join_rows, merge_trees, shard_files, whole_tensor
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -23,7 +24,7 @@ from plumbing.tokenizer import load_tokenizer
 
 PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
-             frozen=list[str])
+             frozen=list[str], token=str)
 TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int)   # in the data
 ADAPTER = dict(rank=int, alpha=float, dropout=float, only=str | None, also=str | None)
@@ -52,7 +53,7 @@ def check_parts(ckpt):
     count_parts(ckpt)
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
-    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, 'shards': 0, **ckpt, 'settings': asdict(s)}
+    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, 'token': '', **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
     ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
     module = import_model(ckpt['model'])
@@ -73,33 +74,42 @@ def check_parts(ckpt):
 
 
 def add_shards(ckpt, file):
-    """With what the processes of a sharded run saved beside it. Weights are joined, AdamW's moments
-    stay lists of parts: they are many, and only a run that goes on needs them."""
-    n = fit(ckpt.get('shards', 0), int)
-    if n == 0:
+    """With what the processes saved beside it, if they did. Weights are joined. AdamW's moments stay
+    lists of parts, and like segment memory in the files: a run that goes on reads what it needs."""
+    files = named_shards(ckpt, file)
+    if not files:
         return ckpt
-    if not 2 <= n <= 2 ** 16:
-        raise ValueError
-    files = [shard_file(file, fit(ckpt['iter'], int), rank, n) for rank in range(n)]
     lost = [each.name for each in files if not each.is_file()]
     if lost:
-        raise UserError(f'{lost[0]} is missing in {files[0].parent}')
-    parts = [unpickle(each, mmap=True) for each in files]
+        raise UserError(f'shards/{lost[0]} is missing')
+    parts = [unpickle(each) for each in files]
     for part in [ckpt, *parts]:
         count_parts(part)
-    ckpt = merge([ckpt, *parts])
-    ckpt['weights'] = {name: join(rows) for name, rows in ckpt['weights'].items()}
-    return ckpt
+    ranks = [part.pop('rank') for part in parts]
+    ckpt = merge_trees([ckpt, *parts])
+    ckpt['weights'] = {name: join_rows(rows) for name, rows in ckpt['weights'].items()}
+    return {**ckpt, 'ranks': ranks}
 
 
-def unpickle(file, mmap=False):
-    """Plain values, and tensors of bytes that are really in the file."""
+def named_shards(ckpt, file):
+    """The files of the parts that a checkpoint names."""
+    n = fit(ckpt.get('shards', 0), int)
+    if n == 0:
+        return []
+    if not 2 <= n <= 2 ** 16 or not re.fullmatch('[0-9a-f]{8}', ckpt['token']):
+        raise ValueError
+    return shard_files(file, fit(ckpt['iter'], int), ckpt['token'], n)
+
+
+def unpickle(file):
+    """Plain values, and tensors of bytes that are really in the file; they stay there until used, but on
+    Windows, which replaces no file that is in use."""
     with zipfile.ZipFile(file) as pack:
         unpacked = sum(part.file_size for part in pack.infolist())
     if unpacked > file.stat().st_size:
         raise UserError('it unpacks to more than its size')
     with warnings.catch_warnings(action='ignore'):       # about other formats
-        return torch.load(file, map_location='cpu', weights_only=True, mmap=mmap)
+        return torch.load(file, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
 
 
 def count_parts(value, left=10 ** 6):
@@ -171,7 +181,7 @@ def build_model(ckpt, device='cpu', **changes):
 
 
 def is_finite(model):
-    return all(full(p.isfinite().all()) for p in model.parameters())
+    return all(whole_tensor(p.isfinite().all()) for p in model.parameters())
 
 
 def load_checkpoint(path, device='cpu'):
@@ -214,9 +224,7 @@ def start_model(s, module, model_keys, corpus):
         return run_surgery(operate, ckpts, s, module, model_keys, corpus)
     if len(ckpts) > 1:
         raise UserError('init_from names several runs: set the surgery that joins them')
-    model = build_model(ckpts[0], **model_keys)
-    freeze(model, ckpts[0])
-    return model, None
+    return freeze(build_model(ckpts[0], **model_keys), ckpts[0]), None
 
 
 def check_start(ckpt, s, operate, corpus):
@@ -268,3 +276,4 @@ def freeze(model, ckpt):
     for name, p in model.named_parameters():
         if name in ckpt['frozen']:
             p.requires_grad_(False)
+    return model

@@ -7,16 +7,16 @@ segment memory. ckpt_<words>.pt hold weights only. log.jsonl has one JSON object
 
 import contextlib
 import json
-import sys
+import secrets
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from plumbing.checkpoint import read_checkpoint
+from plumbing.checkpoint import named_shards, read_checkpoint, unpickle
 from plumbing.cli import UserError, lock, new_file, parse_json
-from plumbing.shard import is_sharded, join, part_like, pick, remove_shards, shard_file
+from plumbing.shard import is_sharded, rows_like, shard_files, split_tree
 from plumbing.tokenizer import copy_tokenizer
 
 
@@ -81,10 +81,15 @@ class RunFolder:
         if writes and not (s.resume or s.overwrite) and any(self.path.glob('ckpt*.pt')):
             raise UserError(f'{self.path} holds a run already: add --resume to go on with it, '
                             '--overwrite to start anew, or choose another --out_dir')
-        if s.resume and (self.path / 'ckpt.pt').exists():
-            return read_checkpoint(self.path)
-        if s.resume:
+        is_there = s.resume and (self.path / 'ckpt.pt').exists()
+        ckpt = read_checkpoint(self.path) if is_there else None
+        found = ckpt and (ckpt['iter'], ckpt['token'], ckpt['seconds'])
+        if len({*self.machine.gather(found)}) > 1:
+            self.machine.fail(f'the processes do not find the same checkpoint in {self.path}: it must be '
+                              'on a disk that all machines see')
+        if s.resume and not ckpt:
             self.machine.say(f'resume    {self.path} holds no checkpoint: from the beginning')
+        return ckpt
 
     def open(self, corpus, ckpt):
         """Make the folder, or cut the log of the one that is there back to the checkpoint."""
@@ -103,9 +108,7 @@ class RunFolder:
             stale += ['ckpt*.pt', 'shards/*.pt']
         for old in [path for pattern in stale for path in self.path.glob(pattern)]:
             old.unlink()
-        n = ckpt['shards'] if ckpt else 0
-        kept = [shard_file(self.path / 'ckpt.pt', ckpt['iter'], rank, n) for rank in range(n)]
-        remove_shards(self.path / 'ckpt.pt', kept)
+        self.remove_orphans()
         copy_tokenizer(corpus.folder, self.path)
         if not ckpt:
             self.log_file.truncate(0)
@@ -134,51 +137,68 @@ class RunFolder:
         """The run has taken so far, including those before it was resumed."""
         return time.monotonic() - self.began
 
+    def remove_orphans(self):
+        """Parts that no checkpoint names: older ones, and what a kill or a full disk left."""
+        parts = {*self.path.glob('shards/*.pt')}
+        files = [*self.path.glob('ckpt*.pt')] if parts else []
+        try:
+            named = [part for file in files for part in named_shards(unpickle(file), file)]
+        except Exception:                                # a broken checkpoint may name any of them
+            return
+        for part in parts.difference(named):
+            part.unlink()
+
     def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
-        """With the optimiser: everything needed to resume. Without: weights."""
+        """With the optimiser: everything needed to resume. Without: weights. Processes that share a
+        model, or have a memory of their own each, write parts."""
+        machine = self.machine
         file = self.path / name
         tensors = dict(weights=model.state_dict())
-        ranks = []
+        rank = {}
         if optimizer:
             tensors['optimizer'] = optimizer.state_dict()
             kept = {part: move(layers, 'cpu') for part, layers in (memory or {}).items()}
-            ranks = self.machine.gather(dict(random=self.machine.random_state(), memory=kept))
-        shards = []
-        if any(map(is_sharded, tensors['weights'].values())):
-            shards = self.save_shards(tensors, file, it)
-        if self.machine.rank > 0:
+            rank = dict(random=machine.random_state(), memory=kept)
+        in_parts = any(map(is_sharded, tensors['weights'].values())) or rank.get('memory')
+        token, parts, ranks = '', [], []
+        if machine.world > 1 and in_parts:
+            token = machine.gather(secrets.token_hex(4))[0]
+            parts = shard_files(file, it, token, machine.world)
+            self.save_part({**split_tree(tensors, sharded=True), 'rank': rank}, parts)
+        else:
+            ranks = machine.gather(rank)
+        if machine.rank > 0:
             return
         frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         state = dict(model=self.s.model, config=asdict(model.config), settings=asdict(self.s),
-                     iter=it, tokenizer=corpus.hash, words=data.words, shards=len(shards),
+                     iter=it, tokenizer=corpus.hash, words=data.words, shards=len(parts), token=token,
                      adapted=getattr(model, 'adapted', []), frozen=frozen,
-                     **pick(tensors, sharded=False))
+                     **split_tree(tensors, sharded=False))
         if optimizer:
             state.update(data=data.state(), ranks=ranks, log_bytes=self.log_file.tell(),
                          seconds=self.seconds())
-        save_file(state, file)
-        remove_shards(file, kept=shards)
+        try:
+            save_file(state, file)
+        finally:
+            self.remove_orphans()
 
-    def save_shards(self, tensors, file, it):
-        """Every process writes its part -> the files of all. If one cannot, all end, and ckpt.pt is
-        still the old one, with its parts."""
+    def save_part(self, state, parts):
+        """Every process writes its own. If one cannot, all end, and ckpt.pt is still the old one."""
         machine = self.machine
-        shards = [shard_file(file, it, rank, machine.world) for rank in range(machine.world)]
-        mine = shards[machine.rank]
+        mine = parts[machine.rank]
         error = None
         try:
             mine.parent.mkdir(exist_ok=True)
-            save_file(pick(tensors, sharded=True), mine)
+            save_file(state, mine)
         except (OSError, UserError) as e:
             error = str(e)
-        errors = list(filter(None, machine.gather(error)))
-        failed = machine.sum(torch.tensor(float(error is not None), device=machine.device))
-        if failed.item() == 0:
-            return shards
-        mine.unlink(missing_ok=True)
+        errors = [e for e in machine.gather(error) if e]
         if machine.rank == 0:
-            raise UserError(errors[0])
-        sys.exit(2)
+            errors += [f'{part} is not here: out_dir must be on a disk that all machines see; '
+                       'what was saved before is whole' for part in parts if not part.is_file()]
+        if errors:
+            mine.unlink(missing_ok=True)
+            machine.fail(errors[0])
 
     def give_up(self, it):
         kept = 'no checkpoint was saved yet'
@@ -222,12 +242,8 @@ def load_optimizer(optimizer, saved):
     weights = [p for group in optimizer.param_groups for p in group['params']]
     state = {}
     for i, moments in saved['state'].items():
-        moments = {name: join(value) for name, value in moments.items()}
-        shapes = {name: value.shape for name, value in moments.items() if value.is_floating_point()}
-        shape = weights[i].shape
-        if shapes != dict(step=torch.Size([]), exp_avg=shape, exp_avg_sq=shape):
-            raise ValueError
-        state[i] = {name: part_like(value, weights[i]) for name, value in moments.items()}
+        state[i] = {name: rows_like(moments[name], weights[i]) for name in ('exp_avg', 'exp_avg_sq')}
+        state[i]['step'] = moments['step'].clone().reshape(())
     optimizer.load_state_dict(dict(saved, state=state))
     for group, settings in zip(optimizer.param_groups, now):
         group.update(settings)

@@ -64,11 +64,17 @@ class Machine:
         self.sum(torch.zeros(1, device=self.device))
 
     def gather(self, item):
-        """Every process's item, in a list, on the first process."""
+        """Every process's item, in a list, on every process. Small ones: they pass through the GPU."""
         items = [item] * self.world
         if self.world > 1:
-            dist.gather_object(item, items if self.rank == 0 else None)
+            dist.all_gather_object(items, item)
         return items
+
+    def fail(self, text):
+        """All processes end, and the first says why."""
+        if self.rank == 0:
+            raise UserError(text)
+        raise SystemExit(2)
 
     def close(self):
         if self.world > 1:

@@ -6,9 +6,9 @@ checkpoints of which every process writes a part. No model file knows of it.
 import contextlib
 import functools
 from collections import UserList
-from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -40,19 +40,19 @@ def blocks(model, least=1):
 
 
 def recompute(forward):
-    """A block's forward that keeps its inputs alone. A list among them may be a cache, which forward
-    extends: the second time, it must find it as it was."""
+    """A block's forward that keeps only its arguments, and runs again in backward. torch then draws
+    the same dropout on the devices of these arguments, so all of them are passed to it."""
     lists = (list, UserList)
-    copies = lambda args: [list(arg) if isinstance(arg, lists) else arg for arg in args]
+    copy = lambda args: [list(arg) if isinstance(arg, lists) else arg for arg in args]
+
+    def once(*args):
+        args = copy(args)                                # forward may extend a list: a cache
+        return forward(*args), args
 
     def run(*args):
-        before = copies(args)
-
-        def once():
-            now = copies(before)
-            return forward(*now), now
-        result, after = checkpoint(once, use_reentrant=False)
-        for arg, new in zip(args, after):
+        given = copy(args)                               # as the second run must find them
+        result, extended = checkpoint(once, *given, use_reentrant=False)
+        for arg, new in zip(args, extended):
             if isinstance(arg, lists):
                 arg[:] = new
         return result
@@ -60,12 +60,11 @@ def recompute(forward):
 
 
 def slice_loss(model, machine):
-    """Let the model compute its loss over slices of tokens: no (tokens, vocabulary) tensor exists. A
-    vocabulary of bytes needs none of this."""
-    if getattr(model.config, 'byte_limit', 0):
+    """Let the model compute its loss in slices of tokens: no (tokens, vocabulary) tensor exists."""
+    if getattr(model.config, 'byte_limit', 0):           # a vocabulary of bytes is small
         return
     whole = model.forward
-    head = model.head if hasattr(model, 'head') else model.wte
+    head = model.head if hasattr(model, 'head') else model.wte   # a tied one
 
     def nats_of(x, weight, targets):
         return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1, reduction='none')
@@ -75,23 +74,35 @@ def slice_loss(model, machine):
             return whole(idx, cache=cache)
         states, aux = model.features(idx, cache)
         weight = head.weight
-        nats = []
-        for x, y in zip(states.flatten(0, 1).split(SLICE), targets.flatten().split(SLICE)):
-            nats.append(checkpoint(nats_of, x, weight, y, use_reentrant=False))
-        nats = torch.cat(nats)
+        slices = zip(states.flatten(0, 1).split(SLICE), targets.flatten().split(SLICE))
+        nats = torch.cat([checkpoint(nats_of, x, weight, y, use_reentrant=False) for x, y in slices])
         if reduction == 'none':
             return None, nats.view_as(targets), aux
         return None, nats.sum() / (targets >= 0).sum(), aux
 
-    model.eval()
-    ids = torch.arange(2, device=machine.device)[None]
-    with torch.no_grad(), machine.autocast():
-        same = torch.allclose(whole(ids, ids)[1].float(), forward(ids, ids)[1].float(), rtol=1e-2)
-    model.train()
-    if not same:
-        raise UserError('checkpoint_activations: the loss of this model is not the cross-entropy of '
-                        'features @ head.weight.T, so it cannot be computed in slices')
-    model.forward = forward
+    if is_same_loss(model, whole, forward, head, machine):
+        model.forward = forward
+    else:                                                # its blocks are recomputed all the same
+        machine.say('note      the loss of this model is computed whole: it has more than a head')
+
+
+@torch.no_grad()
+def is_same_loss(model, whole, sliced, head, machine):
+    """Whether both give the same logits and loss, in float32 on a few random tokens, and in
+    training the same auxiliary losses. Random states and buffers stay as they were."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng([machine.device] if machine.cuda else []):
+        idx = torch.randint(model.config.vocab_size, (8, 1), device=machine.device)
+        model.eval()
+        logits = whole(idx)[0]
+        ours = F.linear(model.features(idx)[0], head.weight)
+        same = torch.allclose(ours, logits, rtol=1e-4, atol=1e-4 * logits.abs().max().item())
+        same &= torch.allclose(sliced(idx, idx)[1], whole(idx, idx)[1], rtol=1e-3)
+        model.train()
+        same &= sliced(idx, idx)[2].keys() == whole(idx, idx)[2].keys()
+    for buffer, before in zip(model.buffers(), buffers):
+        buffer.copy_(before)
+    return same
 
 
 # ---- Sharding ------------------------------------------------------------------------------------
@@ -105,16 +116,18 @@ def replicate(model, s, machine):
 
 
 def shard(model, machine):
-    """FSDP2: every process holds a part of each parameter, of its gradient and of AdamW's moments. A
-    block gathers its own parameters when it runs; the rest stay gathered, and so does a list of one
-    block, which all layers may share. They are gathered in float32, so that autocast computes what
-    it does without sharding: a policy of bfloat16 parameters would round routers and norms, too."""
+    """FSDP2: every process holds a part of each parameter, its gradient and AdamW's moments. A block
+    gathers its own parameters when it runs. Embedding, head and norms stay gathered through the step;
+    so does a block that all layers share. All is gathered in float32, so that autocast computes what
+    it does without sharding: a policy of bfloat16 would round routers and norms, too."""
     from torch.distributed.device_mesh import init_device_mesh   # these take a second to import
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     single = [name for name, p in model.named_parameters() if p.dim() == 0]
     if single:
         raise UserError(f'shard: {single[0]} is a single number, which cannot be divided; '
                         'train this model without --shard')
+    for tensor in (*model.parameters(), *model.buffers()):       # a surgery may differ by rounding
+        dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(machine.device.type, (machine.world,))
     for block in blocks(model, least=2):
         fully_shard(block, mesh=mesh)
@@ -126,7 +139,8 @@ def shard(model, machine):
 
 
 def hide_cache(model, args, kwargs):
-    """Of a list, FSDP gives each block a copy, which it would extend in vain. Not so of a UserList."""
+    """FSDP hands each block a copy of a list, so what the block appends is lost; a UserList is passed
+    as it is."""
     if kwargs.get('cache') is not None:
         hidden = UserList()
         hidden.data = kwargs['cache']                    # extends the list itself
@@ -138,70 +152,73 @@ def hide_cache(model, args, kwargs):
 def no_sync(model):
     """Gradients add up in each process, until the last micro-batch."""
     model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def is_sharded(x):
     return hasattr(x, 'full_tensor')                     # a DTensor
 
 
-def full(x):
+def whole_tensor(x):
     """The tensor that the processes hold together, in each of them."""
     return x.full_tensor() if is_sharded(x) else x
 
 
-def part_like(tensor, p):
-    """This process's part of a whole tensor, sharded as p is."""
-    if not is_sharded(p) or tensor.dim() == 0:
-        return tensor
-    from torch.distributed.tensor import DTensor
-    parts = tensor.chunk(p.device_mesh.size())
-    rank = p.device_mesh.get_local_rank()
-    mine = parts[rank] if rank < len(parts) else tensor[:0]
-    return DTensor.from_local(mine.to(p.device, copy=True), p.device_mesh, p.placements,
-                              run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
 # ---- Checkpoints in parts ------------------------------------------------------------------------
-#
-# ckpt.pt then holds all but the sharded tensors, and the number of parts. These lie in shards/, a
-# file for each process: {weights: {name: rows}, optimizer: {state: {index: {moment: rows}}}}. They
-# are plain tensors, read with weights_only. torch.distributed.checkpoint would keep its directory as
-# a pickle, which can run code.
+# Every process writes a file: {weights: {name: rows}, optimizer: {state: {index: {moment: rows}}},
+# rank: its own random state and segment memory}. ckpt.pt holds the rest, and names the parts by their
+# number and a token, drawn anew for every save. All is read with weights_only.
 
 
-def pick(tree, sharded):
+def split_tree(tree, sharded):
     """Of nested dicts, the tensors that are sharded, this process's rows; or all the rest."""
-    picked = {}
+    found = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            picked[key] = pick(value, sharded)
+            found[key] = split_tree(value, sharded)
         elif is_sharded(value) == sharded:
-            picked[key] = value.to_local().to('cpu', copy=True) if sharded else value
-    return picked
+            found[key] = value.to_local().to('cpu', copy=True) if sharded else value
+    return found
 
 
-def merge(trees):
+def merge_trees(trees):
     """One nested dict of several. A tensor that lies in parts becomes a list of them."""
     if not isinstance(trees[0], dict):
         return trees[0] if len(trees) == 1 else trees
     keys = dict.fromkeys(key for tree in trees for key in tree)
-    return {key: merge([tree[key] for tree in trees if key in tree]) for key in keys}
+    return {key: merge_trees([tree[key] for tree in trees if key in tree]) for key in keys}
 
 
-def join(parts):
-    return torch.cat(parts) if isinstance(parts, list) else parts
+def join_rows(value):
+    return torch.cat(value) if isinstance(value, list) else value
 
 
-def shard_file(file, it, rank, world):
-    """out/run/ckpt.pt at step 20 -> out/run/shards/ckpt.20.0-of-2.pt"""
-    file = Path(file)
-    return file.parent / 'shards' / f'{file.stem}.{it}.{rank}-of-{world}.pt'
+def rows_like(value, p):
+    """A copy of a tensor, or of the list of its parts; if p is sharded, of the rows that this
+    process holds of it. The parts lie in files: other rows are not read."""
+    if not is_sharded(p):
+        value = join_rows(value)
+        if value.shape != p.shape:
+            raise ValueError
+        return value.to(p.device, copy=True)
+    from torch.distributed.tensor import DTensor
+    parts = value if isinstance(value, list) else [value]
+    if sum(map(len, parts)) != len(p) or any(part.shape[1:] != p.shape[1:] for part in parts):
+        raise ValueError
+    size = -(-len(p) // p.device_mesh.size())            # rows of a process, as Tensor.chunk has them
+    begin = p.device_mesh.get_local_rank() * size
+    mine = []
+    for part in parts:
+        mine.append(part[max(0, begin):max(0, begin + size)])
+        begin -= len(part)
+    return DTensor.from_local(torch.cat(mine).to(p.device), p.device_mesh, p.placements,
+                              run_check=False, shape=p.shape, stride=p.stride())
 
 
-def remove_shards(file, kept=()):
-    """Those of a checkpoint file, but not these."""
-    for old in (file.parent / 'shards').glob(f'{file.stem}.*'):
-        if old not in kept:
-            old.unlink()
+def shard_files(file, it, token, world):
+    """out/run/ckpt.pt at step 20 -> [out/run/shards/ckpt.20.1f2e3d4c.0-of-2.pt, ...]"""
+    name = f'{file.stem}.{it}.{token}'
+    return [file.parent / 'shards' / f'{name}.{rank}-of-{world}.pt' for rank in range(world)]

@@ -2,6 +2,7 @@
 bfloat16."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -74,6 +75,27 @@ def test_recomputed_and_sharded_steps_are_plain_steps(name):
     finally:
         dist.destroy_process_group()
     assert sharded == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize('name', ['moep', 'papaformer', 'stlm', 'stlm_depth'])
+def test_recomputed_dropout_is_the_same(name):
+    """Backward computes each block again with the masks of forward: the gradients are the plain ones."""
+    machine = Machine('cuda', 'float32')
+    torch.set_float32_matmul_precision('highest')
+    config = dataclasses.replace(MODELS[name].config, dropout=0.5)
+    torch.manual_seed(0)
+    plain = type(MODELS[name])(config).to(machine.device)
+    changed = copy.deepcopy(plain)
+    shard.scale(changed, settings.Settings(checkpoint_activations=True), machine)
+    x = torch.randint(100, (4, 32), device=machine.device)
+    found = []
+    for model in (plain, changed):
+        torch.manual_seed(1)
+        _, loss, aux = model(x, x.flip(1))
+        (loss + sum(aux.values())).backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def is_recorded(step):

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserList
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ import torch
 from conftest import ROOT
 from plumbing.checkpoint import build_model, freeze, read_checkpoint
 from plumbing.cli import UserError
+from plumbing import folder as folder_module
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine
 from plumbing.models import import_model
 from plumbing.settings import Settings
-from plumbing.shard import blocks, merge, pick, recompute, slice_loss
+from plumbing.shard import blocks, merge_trees, recompute, rows_like, slice_loss, split_tree
 from tools.scale import memory
 
 long = pytest.mark.skipif(not os.environ.get('NANOPATHS_LONG'), reason='takes minutes: NANOPATHS_LONG=1')
@@ -39,8 +42,11 @@ KEYS = dict(
               dropout=0.0),
     papaformer=dict(block_size=32, n_layer=4, n_head=2, n_embd=16, n_parallel=2, path_embd=[8, 8],
                     path_head=[1, 1]),
-    selfmoe=dict(block_size=32, n_layer=3, n_head=2, n_kv_head=1, n_embd=16, gate='vector'))
-AUX = dict(moep='dict(block_balance=0.01, expert_balance=0.01)', moduleformer='dict(mi=0.01)', stlm='{}')
+    selfmoe=dict(block_size=32, n_layer=3, n_head=2, n_kv_head=1, n_embd=16, gate='vector'),
+    stlm_depth=dict(block_size=32, n_layer=4, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=24, dropout=0.0,
+                    capacity=0.25))
+AUX = dict(moep='dict(block_balance=0.01, expert_balance=0.01)', moduleformer='dict(mi=0.01)', stlm='{}',
+           stlm_depth='dict(forecast=0.1)')
 
 
 def command(name, out, *args):
@@ -97,8 +103,10 @@ def load_frozen(path):
 def test_recomputing_changes_nothing(name, monkeypatch):
     """Losses and gradients, with dropout where there is one; the logits of 7 tokens at a time."""
     monkeypatch.setattr('plumbing.shard.SLICE', 7)
-    dropout = {} if name == 'moduleformer' else dict(dropout=0.2)
-    plain = small(name, **dropout)
+    more = {} if name == 'moduleformer' else dict(dropout=0.2)
+    if name == 'stlm_depth':
+        more |= dict(exit_loss=True, layer_dropout=0.2)
+    plain = small(name, **more)
     changed = copy.deepcopy(plain)
     for block in blocks(changed):
         block.forward = recompute(block.forward)
@@ -155,12 +163,42 @@ def test_logits_are_never_whole(monkeypatch):
     assert 501 * 8 <= max(largest) <= 501 * 16           # 16: the head's own width
 
 
-def test_a_loss_of_its_own_is_not_sliced():
-    model = small('stlm')
+def test_the_random_state_of_the_gpu():
+    """torch restores that of the tensors' devices: they must be among the arguments, not in a closure."""
+    x, k = torch.ones(2, requires_grad=True), torch.ones(3)
+    run = recompute(lambda x, cache: x * cache[0][0].sum())
+    with mock.patch('torch.utils.checkpoint._infer_device_type', side_effect=lambda *args: 'cpu') as asked:
+        run(x, UserList([(k, k)]))
+    found, (cache,) = asked.call_args_list[0].args[0], asked.call_args_list[0].args[1]
+    assert found is x and cache[0] is k
+
+
+def own_loss(model):
     plain = model.forward
-    model.forward = lambda *args, **kwargs: (None, 2 * plain(*args, **kwargs)[1], {})
-    with pytest.raises(UserError, match='cannot be computed in slices'):
-        slice_loss(model, Machine('cpu'))
+    model.forward = lambda *args, **kwargs: (plain(*args)[0], 2 * (plain(*args)[1] or 0), {})
+
+
+def other_head(model):
+    model.head.bias = torch.nn.Parameter(torch.full((50,), 0.1))         # the same loss: softmax ignores it
+
+
+@pytest.mark.parametrize('name, change, more', [
+    ('stlm', own_loss, {}), ('papaformer', other_head, {}), ('stlm_depth', None, dict(exit_loss=True))])
+def test_a_loss_of_its_own_is_not_sliced(name, change, more):
+    """Twice the cross-entropy; other logits; one more auxiliary loss, and that only in training."""
+    model = small(name, **more)
+    said = []
+    machine = SimpleNamespace(device=torch.device('cpu'), cuda=False, say=said.append)
+    slice_loss(model, machine)
+    assert (said == []) == (not more)
+    model = small(name, **more)
+    if change:
+        change(model)
+    plain = model.forward
+    random = torch.get_rng_state()
+    slice_loss(model, machine)
+    assert model.forward == plain and 'is computed whole' in said[-1]
+    assert torch.equal(torch.get_rng_state(), random) and model.training
 
 
 @pytest.mark.slow
@@ -174,17 +212,24 @@ def test_two_processes_with_one_model(run, data_dir, tmp_path):
         '--gradient_accumulation_steps=4', here=True)
     shard = ['--shard', '--checkpoint_activations', '--gradient_accumulation_steps=2', '--save_interval=4']
     half = command('moep', tmp_path / 'halves', *shard)
+    memory_too = frozen(tmp_path / 'base', tmp_path / 'two_frozen', *shard)
+    exits = command('stlm_depth', tmp_path / 'exits', *shard, '--exit_loss=True', '--max_iters=3')
     told = train_many(2, [command('moep', tmp_path / 'two', *shard, ten[0]), [*half, '--max_iters=6'],
-                   [*half, '--resume', '--max_iters=10'],
-                   frozen(tmp_path / 'base', tmp_path / 'two_frozen', *shard, ten[0])], data_dir)
+                          [*half, '--resume', '--max_iters=10'], [*exits, '--aux_weights=dict(exit=1.0)'],
+                          [*memory_too, '--max_iters=6'], [*memory_too, '--resume', ten[0]]], data_dir)
     assert max(gap(tmp_path / 'one', tmp_path / 'two')) < 1e-4
     assert max(gap(tmp_path / 'one_frozen', tmp_path / 'two_frozen')) < 1e-4
     held = [json.loads(line[5:]) for line in told.stdout.splitlines() if line.startswith('held')]
     for measured, out in ((held[0], 'two'), (held[-1], 'two_frozen')):
-        formula = memory(load_frozen(tmp_path / out), Settings(), 32, world=2)
+        formula = memory(load_frozen(tmp_path / out), Settings(shard=True), 32, world=2)
         assert {key: formula[key] for key in measured} == measured
-    parts = sorted(path.name for path in (tmp_path / 'two' / 'shards').iterdir())
-    assert parts == ['ckpt.10.0-of-2.pt', 'ckpt.10.1-of-2.pt']           # those of step 8 are gone
+    parts = sorted(path.name.split('.') for path in (tmp_path / 'two' / 'shards').iterdir())
+    assert [[p[0], p[1], p[3]] for p in parts] == [['ckpt', '10', f'{rank}-of-2'] for rank in (0, 1)]
+    assert torch.load(tmp_path / 'two_frozen' / 'ckpt.pt', weights_only=True)['ranks'] == []
+    for part in (tmp_path / 'two_frozen' / 'shards').iterdir():          # its own two micro-batches
+        assert len(torch.load(part, weights_only=True)['rank']['memory'][0]) == 2
+    assert 'is computed whole' in told.stdout and '"exit"' in (tmp_path / 'exits' / 'log.jsonl').read_text()
+    run('sample.py', tmp_path / 'exits', '--max_new_tokens=3', here=True)
     assert gap(tmp_path / 'halves', tmp_path / 'two') == (0, 0)
     run('sample.py', tmp_path / 'two', '--max_new_tokens=3', here=True)
     for out in ('one', 'two'):
@@ -253,8 +298,7 @@ def test_ten_kills(data_dir, tmp_path, worlds):
         while steps_in_log(out) <= steps and process.poll() is None:
             time.sleep(0.002)
         if kill % 2:                                     # a save lasts milliseconds: no sleep
-            before = time.monotonic()
-            while not any(out.glob('**/*.tmp')) and time.monotonic() < before + 20:
+            while not any(out.glob('**/*.tmp')) and steps_in_log(out) <= min(steps + 20, 110):
                 pass
         in_save += any(out.glob('**/*.tmp'))
         workers = children(process.pid)
@@ -302,6 +346,9 @@ class Rows:
         return self.rows
 
 
+TOKEN = '0123abcd'
+
+
 def in_parts(ckpt, out):
     """The files that two processes with halves of every matrix would save."""
     (out / 'shards').mkdir()
@@ -312,9 +359,10 @@ def in_parts(ckpt, out):
         moments = {i: {key: Rows(v.chunk(2)[rank]) if v.dim() and len(v) > 1 else v for key, v in m.items()}
                    for i, m in state.items()}
         tensors = dict(weights={**ckpt['weights'], **mine}, optimizer=dict(ckpt['optimizer'], state=moments))
-        name = f"ckpt.{ckpt['iter']}.{rank}-of-2.pt"
-        torch.save(pick(tensors, sharded=True), out / 'shards' / name)
-    torch.save({**ckpt, **pick(tensors, sharded=False), 'shards': 2}, out / 'ckpt.pt')
+        name = f"ckpt.{ckpt['iter']}.{TOKEN}.{rank}-of-2.pt"
+        torch.save({**split_tree(tensors, sharded=True), 'rank': ckpt['ranks'][0]}, out / 'shards' / name)
+    rest = {**split_tree(tensors, sharded=False), 'ranks': [], 'shards': 2, 'token': TOKEN}
+    torch.save({**ckpt, **rest}, out / 'ckpt.pt')
 
 
 def test_parts_are_read_as_one(run, data_dir, tmp_path):
@@ -324,7 +372,7 @@ def test_parts_are_read_as_one(run, data_dir, tmp_path):
     shutil.copytree(tmp_path / 'whole', tmp_path / 'parts')
     in_parts(torch.load(tmp_path / 'whole' / 'ckpt.pt', weights_only=True), tmp_path / 'parts')
     assert gap(tmp_path / 'whole', tmp_path / 'parts') == (0, 0)
-    last = tmp_path / 'parts' / 'shards' / 'ckpt.3.1-of-2.pt'
+    last = tmp_path / 'parts' / 'shards' / f'ckpt.3.{TOKEN}.1-of-2.pt'
     shutil.copytree(tmp_path / 'parts', tmp_path / 'broken')
     for out in ('whole', 'parts'):
         run('train.py', *args, '--max_iters=5', '--resume', f'--out_dir={tmp_path / out}', here=True)
@@ -338,26 +386,123 @@ def test_parts_are_read_as_one(run, data_dir, tmp_path):
     assert f'{last.name} is missing' in told and len(told.splitlines()) == 1
 
 
-def test_merge():
+def test_a_token_is_no_path(tmp_path):
+    torch.save(dict(iter=3, shards=2, token='../../../x'), tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='is not a whole checkpoint'):
+        read_checkpoint(tmp_path)
+
+
+def test_merge_trees():
     trees = [dict(a=1, w=dict(x=2)), dict(w=dict(y=3)), dict(w=dict(y=4), o={})]
-    assert merge(trees) == dict(a=1, w=dict(x=2, y=[3, 4]), o={})
+    assert merge_trees(trees) == dict(a=1, w=dict(x=2, y=[3, 4]), o={})
 
 
-@pytest.mark.parametrize('rank', [0, 1])
-def test_a_part_that_cannot_be_written(tmp_path, monkeypatch, rank):
-    """The first process says so in one line, the others end; nothing of the new checkpoint is left."""
+@pytest.mark.parametrize('parts', [1, 3])
+def test_each_process_takes_its_rows(monkeypatch, parts):
+    """Of a tensor that was saved by one process or by three, for two, four and sixteen."""
+    monkeypatch.setattr('torch.distributed.tensor.DTensor.from_local', lambda rows, *args, **kwargs: rows)
+    p = torch.arange(20.0).view(10, 2)
+    p.full_tensor = p.placements = None
+    for world in (2, 4, 16):
+        expected = [*p.chunk(world), *[p[:0]] * 16]
+        for rank in range(world):
+            p.device_mesh = SimpleNamespace(size=lambda: world, get_local_rank=lambda: rank)
+            assert torch.equal(rows_like(list(p.chunk(parts)), p), expected[rank])
+    for wrong in (p[:9], p[:, :1], [p, p], [p[:5], p[5:, :1]]):
+        with pytest.raises(ValueError):
+            rows_like(wrong, p)
+
+
+# ---- Two processes that save, played one after the other ----------------------------------------
+
+
+def save_part_by_part(out, it, token, name='ckpt.pt', ranks=(1, 0), errors=()):
+    """Each of `ranks` saves; `errors` are what other processes tell."""
+    for rank in ranks:
+        machine = SimpleNamespace(rank=rank, world=2, gather=lambda item: [item, *errors])
+        machine.fail = lambda text: Machine.fail(machine, text)
+        folder = RunFolder(Settings(out_dir=str(out)), machine)
+        model = SimpleNamespace(state_dict=lambda: dict(w=Rows(torch.tensor([float(it), rank]))), config=KIND,
+                                named_parameters=lambda: [])
+        with mock.patch('secrets.token_hex', lambda n: token):
+            folder.save(it, model, SimpleNamespace(words=1.0), SimpleNamespace(hash='x'), name=name)
+    return folder
+
+
+KIND = Settings()                                        # a config is any dataclass
+
+
+def files_in(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob('*.pt*')}
+
+
+def names(out):
+    return sorted(path.name for path in (out / 'shards').iterdir())
+
+
+def test_a_part_that_cannot_be_written(tmp_path):
+    """The first process says so in one line, the others end; the old checkpoint of this very step stays, and
+    nothing of the new one."""
+    save_part_by_part(tmp_path, 7, 'aaaaaaaa')
+    before = files_in(tmp_path)
+    assert len(before) == 3
+    with mock.patch('plumbing.folder.save_file', side_effect=UserError('x could not be written')), \
+            pytest.raises(UserError, match='^x could not be written$'):
+        save_part_by_part(tmp_path, 7, 'bbbbbbbb', ranks=[0])
+    assert files_in(tmp_path) == before
+    with pytest.raises(SystemExit) as raised:
+        save_part_by_part(tmp_path, 7, 'bbbbbbbb', ranks=[1], errors=['the other process: no space left'])
+    assert raised.value.code == 2 and files_in(tmp_path) == before
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    """Its parts are, but ckpt.pt is not."""
+    save_part_by_part(tmp_path, 7, 'aaaaaaaa')
+    before = files_in(tmp_path)
+    save_part_by_part(tmp_path, 7, 'bbbbbbbb', ranks=[1])
+    real = folder_module.save_file
+
     def full(state, path):
-        raise UserError(f'{path} could not be written')
-    if rank == 0:
-        monkeypatch.setattr('plumbing.folder.save_file', full)
-    errors = [None, 'the other process: no space left']
-    machine = SimpleNamespace(rank=rank, world=2, device=torch.device('cpu'), sum=lambda x: x + 1,
-                              gather=lambda error: [error, errors[1]])
-    folder = RunFolder(Settings(out_dir=str(tmp_path)), machine)
-    with pytest.raises(UserError if rank == 0 else SystemExit) as raised:
-        folder.save_shards(dict(weights={'w': Rows(torch.ones(2))}), tmp_path / 'ckpt.pt', 7)
-    expected = f'{tmp_path}/shards/ckpt.7.0-of-2.pt could not be written' if rank == 0 else '2'
-    assert str(raised.value) == expected and not list((tmp_path / 'shards').iterdir())
+        if path.name == 'ckpt.pt':
+            raise UserError('no space left')
+        real(state, path)
+    with mock.patch('plumbing.folder.save_file', full), pytest.raises(UserError, match='no space left'):
+        save_part_by_part(tmp_path, 7, 'bbbbbbbb', ranks=[0])
+    assert files_in(tmp_path) == before
+
+
+def test_no_part_is_written_twice(tmp_path):
+    """A later run comes to the same step and is killed during its save: the old parts are as they were."""
+    save_part_by_part(tmp_path, 7, 'aaaaaaaa', 'ckpt_1.5M.pt')
+    save_part_by_part(tmp_path, 9, 'bbbbbbbb')
+    before = files_in(tmp_path)
+    folder = save_part_by_part(tmp_path, 7, 'cccccccc', 'ckpt_1.5M.pt', ranks=[1])
+    folder = save_part_by_part(tmp_path, 8, 'dddddddd', 'ckpt_2M.pt', ranks=[1])     # there is no ckpt_2M.pt
+    after = files_in(tmp_path)
+    assert {name: after[name] for name in before} == before and len(after) == len(before) + 2
+    folder.remove_orphans()                              # as the next run does, when it opens the folder
+    assert files_in(tmp_path) == before
+    save_part_by_part(tmp_path, 7, 'eeeeeeee', 'ckpt_1.5M.pt')
+    kept = [f'ckpt.9.bbbbbbbb.{rank}-of-2.pt' for rank in (0, 1)]
+    assert names(tmp_path) == [*kept, *(f'ckpt_1.5M.7.eeeeeeee.{rank}-of-2.pt' for rank in (0, 1))]
+    (tmp_path / 'ckpt_1.5M.pt').write_bytes(b'broken')   # nobody knows which parts it names
+    save_part_by_part(tmp_path, 10, 'ffffffff')
+    assert len(names(tmp_path)) == 6
+
+
+def test_a_disk_that_not_all_machines_see(tmp_path):
+    """The part of the other process is not here, or its checkpoint is another."""
+    save_part_by_part(tmp_path, 7, 'aaaaaaaa')
+    before = files_in(tmp_path)
+    with pytest.raises(UserError, match='1-of-2.pt is not here: out_dir must be on a disk that all'):
+        save_part_by_part(tmp_path, 8, 'bbbbbbbb', ranks=[0])
+    assert files_in(tmp_path) == before
+    for rank, error in ((0, UserError), (1, SystemExit)):
+        machine = SimpleNamespace(rank=rank, world=2, gather=lambda item: [item, (8, 'bbbbbbbb', 1.0)])
+        machine.fail = lambda text: Machine.fail(machine, text)
+        folder = RunFolder(Settings(out_dir=str(tmp_path / 'empty'), resume=True), machine)
+        with pytest.raises(error, match='do not find the same checkpoint' if rank == 0 else '2'):
+            folder.find()
 
 
 # ---- A disk that is full ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train                                             # noqa: E402
 
 torch.set_num_threads(1)
-real_step = train.train_step
+real_step, real_start = train.train_step, train.start_model
 
 
 def held(tensors):
@@ -33,10 +33,20 @@ def train_step(model, optimizer, *args):
     return result
 
 
+@torch.no_grad()
+def start_model(*args):
+    """train.py's own; but every process starts with other weights. Only the first one's may count."""
+    model, report = real_start(*args)
+    for p in model.parameters():
+        p += 0.01 * dist.get_rank()
+    return model, report
+
+
 begin, end = dist.init_process_group, dist.destroy_process_group
 with mock.patch.object(dist, 'init_process_group', lambda *args, **kwargs: None), \
         mock.patch.object(dist, 'destroy_process_group', lambda: None), \
-        mock.patch.object(train, 'train_step', train_step):
+        mock.patch.object(train, 'train_step', train_step), \
+        mock.patch.object(train, 'start_model', start_model):
     begin('gloo')
     for argv in json.loads(sys.argv[1]):
         sys.argv = ['train.py', *argv]

@@ -4,10 +4,11 @@ How much memory does each GPU need, and how much do GPUs send each other? Nothin
     python -m tools.scale config/paper/moduleformer/molm_4b_k2.py --batch_size=16 --shard
     python -m tools.scale config/paper/moduleformer/molm_4b_k2.py --routes docs/results/routes.json
 
-Memory is that of the first process, which has the largest part. Traffic is what one GPU receives
-for one micro-batch, forward and backward: by FSDP, whatever the tokens choose; and by expert
-parallelism, where GPUs keep their experts and send each other tokens (not built here). --routes has
-measured loads, {run: {layer: {"load": [share of each expert]}}}: the busiest GPU sets the pace.
+Memory is that of the first process. With --shard it holds the largest part; without, a whole copy
+(DistributedDataParallel). Traffic is what one GPU receives for a step of one micro-batch: by FSDP,
+whatever the tokens choose; and by expert parallelism, where GPUs keep their experts and send each
+other tokens (not built here). --routes has measured loads, {run: {layer: {"load": [share of each
+expert]}}}: the busiest GPU sets the pace.
 """
 
 import json
@@ -17,8 +18,20 @@ from plumbing.models import sketch
 from plumbing.settings import read_settings
 from plumbing.shard import SLICE, blocks
 
-INSIDE = dict(         # bytes that a block keeps for one token in bfloat16; add your model's here
-    moduleformer=lambda c: 14 * c.n_embd + 2 * c.top_k * (4 * c.n_embd + 2 * c.d_att + 2 * c.d_ffd))
+
+def in_moduleformer(c):
+    """Bytes that a block keeps for one token. In float32: what enters and leaves two norms, and
+    the hidden layer of two routers. In bfloat16: the norm's output, keys and values; for each of K
+    rows, what enters and leaves both pools (4 D), queries and what they read (2 d_att), before and
+    after GELU (2 d_ffd)."""
+    wide = 4 * (4 * c.n_embd + 2 * c.d_router)
+    shared = 2 * c.n_embd                                # with identity_kv, these are keys and values
+    if not c.identity_kv:
+        shared += 2 * 2 * c.d_att
+    return wide + shared + 2 * c.top_k * (4 * c.n_embd + 2 * c.d_att + 2 * c.d_ffd)
+
+
+INSIDE = dict(moduleformer=in_moduleformer)              # under autocast; add your model's here
 
 
 def count(parameters):
@@ -36,24 +49,30 @@ def memory(model, s, T, world):
     c = model.config
     N = s.batch_size * T
     found = {}
+    parts = world if s.shard else 1
     trained = [p for p in model.parameters() if p.requires_grad]
-    found['weights'] = 4 * sum(held(p, world) for p in model.parameters())
-    found['gradients'] = 4 * sum(held(p, world) for p in trained)
-    found['AdamW'] = 8 * sum(held(p, world) for p in trained)
-    if world > 1:
+    found['weights'] = 4 * sum(held(p, parts) for p in model.parameters())
+    found['gradients'] = 4 * sum(held(p, parts) for p in trained)
+    found['AdamW'] = 8 * sum(held(p, parts) for p in trained)
+    if world > parts:
+        found['gradients to send'] = 4 * count(trained)          # DDP's buckets
+    if parts > 1:
         sizes = [count(block.parameters()) for block in blocks(model, least=2)] or [0]
         rest = count(model.parameters()) - sum(sizes)
         found['gathered'] = 4 * (rest + 2 * max(sizes))          # a block, and the next one
         summed = count(trained) if s.gradient_accumulation_steps > 1 else rest + max(sizes)
         found['gradients to send'] = 4 * summed
+    sizes = [count(block.parameters()) for block in blocks(model)]
     inside = INSIDE.get(s.model, lambda config: 0)(c) * N
-    layers = len(blocks(model))
+    layers = len(sizes)
     if s.checkpoint_activations:
         found['block inputs'] = 4 * layers * N * c.n_embd
         found['one block'] = 2 * inside                          # and its gradients
+        found['in bfloat16'] = 2 * max(sizes)                    # a copy of its weights
         found['logits'] = 14 * min(SLICE, N) * c.vocab_size      # bfloat16, float32, their gradients
     else:
         found['blocks'] = layers * inside
+        found['in bfloat16'] = 2 * sum(sizes)
         found['logits'] = 14 * N * c.vocab_size
     if s.memory:                                                 # keys and values in bfloat16
         positions = s.gradient_accumulation_steps * s.batch_size * (T + s.memory)
@@ -62,17 +81,26 @@ def memory(model, s, T, world):
 
 
 def fsdp_bytes(model, world):
-    """Received by one GPU for one micro-batch: each block is gathered twice in float32, and its
-    gradient is summed up."""
+    """Each parameter is gathered twice in float32, for forward and backward, and its gradient is
+    summed up. Recomputation is a part of backward, and gathers nothing more."""
     return 3 * 4 * count(model.parameters()) * (world - 1) / world
 
 
-def expert_bytes(model, N, world):
-    """For N tokens of a GPU's own, in bfloat16. A token goes to K attention modules, comes back as
-    queries, goes again as what they read, and comes back; to K FFN modules once. Backward: the same."""
+def expert_bytes(model, s, world):
+    """(for each token of a GPU's own, for gradients). In bfloat16, a token goes to K attention modules
+    and comes back as queries, goes to them again as what was read, and comes back; it goes to K FFN
+    modules and comes back. Backward does the same, and so does recomputation. Gradients in float32: of
+    all that is no expert, and of experts that have copies, where there are more GPUs than experts."""
     c = model.config
-    per_token = 2 * 2 * c.top_k * c.n_layer * (2 * (c.n_embd + c.d_att) + 2 * c.n_embd)
-    return per_token * N * (world - 1) / world
+    passes = 3 if s.checkpoint_activations else 2
+    per_token = passes * 2 * c.top_k * c.n_layer * (2 * (c.n_embd + c.d_att) + 2 * c.n_embd)
+    gradients = 0
+    for p in model.parameters():
+        copies, size = world, p.numel()
+        if p.dim() == 3:                                 # a stack of experts
+            copies, size = max(1, world // len(p)), p[0].numel()
+        gradients += 2 * 4 * size * (copies - 1) / copies        # to the sum, and from it
+    return per_token * (world - 1) / world, gradients
 
 
 def imbalance(load, world):
@@ -92,15 +120,16 @@ def show_memory(model, s, T, worlds):
 
 def show_traffic(model, s, T, worlds, loads):
     N = s.batch_size * T
-    print(f'\nGB that a GPU receives for a micro-batch of {N:,} tokens')
-    heads = f"{'GPUs':>6}{'FSDP':>10}{'experts':>10}{'equal at':>18}"
+    print(f'\nGB that a GPU receives for a step of {N:,} tokens')
+    heads = f"{'GPUs':>6}{'FSDP':>10}{'experts':>10}{'gradients':>11}{'equal at':>18}"
     print(f"{heads}{'busiest GPU, mean and worst pool':>36}")
     for world in worlds:
-        fsdp, experts = fsdp_bytes(model, world), expert_bytes(model, N, world)
+        fsdp = fsdp_bytes(model, world)
+        per_token, gradients = expert_bytes(model, s, world)
         uneven = [imbalance(load, world) for load in loads]
         busiest = f'{sum(uneven) / len(uneven):.2f} x, {max(uneven):.2f} x of {len(uneven)} pools'
-        received = f'{fsdp / 1e9:10.1f}{experts / 1e9:10.1f}'
-        print(f'{world:6}{received}{N * fsdp / experts:11,.0f} tokens{busiest:>36}')
+        received = f'{fsdp / 1e9:10.1f}{(per_token * N + gradients) / 1e9:10.1f}{gradients / 1e9:11.1f}'
+        print(f'{world:6}{received}{(fsdp - gradients) / per_token:11,.0f} tokens{busiest:>36}')
 
 
 def main():

@@ -23,7 +23,8 @@ def said():
 
 @pytest.fixture
 def machine(said):
-    return SimpleNamespace(rank=0, world=1, device=torch.device('cpu'), say=said.append)
+    return SimpleNamespace(rank=0, world=1, device=torch.device('cpu'), say=said.append,
+                           gather=lambda item: [item])
 
 
 # ---- Resuming -----------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def test_a_damaged_log_is_repaired(tmp_path, machine, data_dir, said, damage):
     log = tmp_path / 'log.jsonl'
     text = log.read_bytes()
     log.write_bytes(damage(text))
-    folder.open(corpus, dict(log_bytes=len(text), shards=0))
+    folder.open(corpus, dict(log_bytes=len(text)))
     folder.log(4, loss=4.0)
     folder.log_file.close()
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -158,7 +159,7 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path, machine, data_dir, said
     folder.log(2, loss=1.0)
     folder.log_file.close()
     (tmp_path / 'run' / 'ckpt.pt.tmp').touch()              # a kill during a save left it
-    folder.open(corpus, dict(log_bytes=kept, shards=0))
+    folder.open(corpus, dict(log_bytes=kept))
     folder.log(2, loss=1.5)
     folder.log_file.close()
     log = (tmp_path / 'run' / 'log.jsonl').read_text()

@@ -28,17 +28,63 @@ def test_memory_by_hand():
     rest = 2 * 5000 * 4 + 8
     found = scale.memory(model, Settings(model='moduleformer', batch_size=2), 8, world=1)
     assert found['weights'] == found['gradients'] == found['AdamW'] / 2 == 4 * (3 * block + rest)
-    inside = 14 * 4 + 2 * 2 * (4 * 4 + 2 * 4 + 2 * 6)                    # bytes for a token
-    assert found['blocks'] == 3 * 16 * inside and found['logits'] == 14 * 16 * 5000
+    inside = 4 * (4 * 4 + 2 * 5) + 2 * 4 + 2 * 2 * (4 * 4 + 2 * 4 + 2 * 6)       # bytes for a token
+    assert found['blocks'] == 3 * 16 * inside and found['in bfloat16'] == 2 * 3 * block
+    assert found['logits'] == 14 * 16 * 5000
     s = Settings(model='moduleformer', batch_size=2, shard=True, checkpoint_activations=True, memory=8)
     found = scale.memory(model, s, 8, world=2)
     assert found['gathered'] == 4 * (rest + 2 * block) and found['gradients to send'] == 4 * (rest + block)
+    assert found['in bfloat16'] == 2 * block
     assert found['block inputs'] == 4 * 3 * 16 * 4 and found['one block'] == 2 * 16 * inside
     assert found['segment memory'] == 2 * 2 * 3 * 2 * 16 * 4     # keys and values, two bytes each
     s.gradient_accumulation_steps = 3
     more = scale.memory(model, s, 8, world=2)
     assert more['gradients to send'] == 4 * (3 * block + rest)
     assert more['segment memory'] == 3 * found['segment memory']
+    s.shard = False                                      # DDP: every process has all of it
+    whole = scale.memory(model, s, 8, world=2)
+    assert whole['weights'] == whole['gradients'] == whole['gradients to send'] == 4 * (3 * block + rest)
+    assert whole['AdamW'] == 8 * (3 * block + rest) and 'gathered' not in whole
+
+
+@pytest.mark.filterwarnings('ignore:mkldnn')
+@pytest.mark.parametrize('keys', [dict(d_att=128, identity_kv=True), dict(d_att=64)])
+def test_what_a_block_keeps(keys):
+    """The formula, and what autograd really saves for backward, under autocast."""
+    config = moduleformer.ModuleFormerConfig(vocab_size=50, n_layer=1, n_embd=128, n_att=4, n_head=1, n_ffd=4,
+                                             d_ffd=256, d_router=32, **keys)
+    block = moduleformer.ModuleFormer(config).blocks[0]
+    weights = {p.data_ptr() for p in block.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+    x = torch.randn(1, 256, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), \
+            torch.autocast('cpu', torch.bfloat16):
+        block(x, [])
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    formula = 256 * scale.in_moduleformer(config) + 2 * scale.count(block.parameters())
+    assert formula == pytest.approx(measured, rel=0.1)
+
+
+def test_traffic_by_hand():
+    keys = dict(vocab_size=100, block_size=8, n_layer=3, n_embd=4, n_att=2, d_att=4, n_head=1, n_ffd=4,
+                d_ffd=6, top_k=2, d_router=5, identity_kv=True)
+    model = sketch(moduleformer, keys)
+    total = scale.count(model.parameters())
+    assert scale.fsdp_bytes(model, 4) == 3 * 4 * total * 3 / 4
+    s = Settings(model='moduleformer')
+    plain, _ = scale.expert_bytes(model, s, 4)
+    assert plain == 2 * 2 * 2 * 3 * (2 * (4 + 4) + 2 * 4) * 3 / 4
+    s.checkpoint_activations = True                      # forward once more
+    per_token, gradients = scale.expert_bytes(model, s, 4)
+    assert per_token == 1.5 * plain
+    experts = 3 * (2 * 2 * 4 * 4 + 2 * 4 * 4 * 6)
+    of_pairs = 3 * 2 * 4 * 4                             # two copies of each attention module
+    assert gradients == 2 * 4 * ((total - experts) * 3 / 4 + of_pairs / 2)
 
 
 def test_the_busiest_gpu():
@@ -54,7 +100,7 @@ def test_as_a_user_runs_it(run, tmp_path):
     told = run('tools.scale', CONFIG, *args, '--processes', 1, 8, 64, '--routes', tmp_path / 'routes.json',
                here=True).stdout
     rows = {line[:20].strip(): line[20:].split() for line in told.splitlines()}
-    assert rows['weights'][:2] == ['16.57', '2.07'] and rows['together'][0] == '71.04'
-    assert '8 43.5 8.5 42,140 tokens 1.60 x, 1.60 x of 1 pools' in ' '.join(told.split())
+    assert rows['weights'][:2] == ['16.57', '2.07'] and rows['together'][0] == '71.48'
+    assert '8 43.5 13.5 0.8 27,569 tokens 1.60 x, 1.60 x of 1 pools' in ' '.join(told.split())
     told = run('tools.scale', 'config/moep.py', '--routes', tmp_path / 'routes.json', code=2).stderr
     assert 'for moduleformer only' in told
