@@ -535,7 +535,7 @@ def test_dropped_layers_add_nothing():
     for i, after in enumerate(states):
         update = model.layers[i](before, position, stlm_depth.rotary(position, 4), None)
         if i % 2:
-            update, _ = update
+            update, *_ = update
         dropped = (after == before).flatten(1).all(1)
         assert torch.equal(after[~dropped], (before + update)[~dropped])
         rate = model.drop_rate(i)

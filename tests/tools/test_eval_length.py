@@ -70,8 +70,8 @@ def test_dropout_is_off(run, smoke, monkeypatch):
     ('moduleformer', ['--length=0'], 'not between 1'),
     ('moduleformer', ['--length=50000'], 'too few'),
     ('moduleformer', ['--data=nothing'], 'nothing'),
-    ('stlm_bytes', [], 'chunks of bytes'),
-    ('moduleformer', ['--data={data_dir}/toy_bytes'], 'chunks of bytes')])
+    ('stlm_bytes', [], 'not of chunks'),
+    ('moduleformer', ['--data={data_dir}/toy_bytes'], 'not of chunks')])
 def test_mistakes(run, smoke, data_dir, config, args, message):
     args = [arg.format(data_dir=data_dir) for arg in args]
     text = run('tools.eval_length', smoke(f'config/{config}.py'), *args, code=2).stderr
