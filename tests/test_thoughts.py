@@ -265,9 +265,9 @@ def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):
     tokenizer = load_tokenizer(thoughts)
     ids = tokenizer.end + tokenizer.encode(QUESTION)
     assert prompts[1] == ids[:len(prompts[1])] and tokenizer.token_bytes[prompts[1][-1]] == b'\n'
-    refused = run('eval_blimp.py', thoughts, '--mode=babylm2025', code=2).stderr
+    refused = run('eval_blimp.py', thoughts, '--mode=babylm2025', code=2, here=True).stderr
     assert '--mode harness' in refused and refused.count('\n') == 1
     pytest.importorskip('transformers')
     for folder, word in ((pauses, 'reads pauses'), (thoughts, 'reads sentences')):
-        refused = run('tools.export_hf', folder, code=2).stderr
+        refused = run('tools.export_hf', folder, code=2, here=True).stderr
         assert word in refused and refused.count('\n') == 1

@@ -328,8 +328,6 @@ def test_what_is_refused(run, data_dir, tmp_path, monkeypatch):
     keys = dict(n_kv_head=2, byte_limit=7, byte_head=2, byte_embd=8, byte_layer=1, block_size=32)
     chunks = make_run(tmp_path / 'bytes', data_dir / 'toy_bytes', 'stlm', keys)
     assert 'chunks of bytes' in run('tools.export_hf', chunks, code=2).stderr
-    pauses = make_run(tmp_path / 'pauses', data_dir / 'toy_pauses', 'stlm', dict(n_kv_head=2))
-    assert 'reads pauses' in run('tools.export_hf', pauses, code=2).stderr
     assert not (chunks / 'hf').exists()
     assert 'there is no checkpoint' in run('tools.export_hf', tmp_path / 'none', code=2).stderr
     monkeypatch.setitem(sys.modules, 'transformers', None)
