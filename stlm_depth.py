@@ -228,11 +228,6 @@ class STLMDepth(nn.Module):
                 std = 0.0
             nn.init.normal_(p, std=std)
 
-    def drop_rate(self, layer):
-        """layer_dropout * (2^(l / (L-1)) - 1): 0 in the first layer, layer_dropout in the last."""
-        depth = layer / max(1, self.config.n_layer - 1)
-        return self.config.layer_dropout * (2 ** depth - 1)
-
     def run(self, x, begin, end, past, cache=None):
         """Layers begin to end, of (B, T, D) tokens that stand after `past` others -> the states after
         each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
@@ -280,6 +275,11 @@ class STLMDepth(nn.Module):
         return None, loss, aux
 
     # ---- The second idea: early exit ----
+
+    def drop_rate(self, layer):
+        """layer_dropout * (2^(l / (L-1)) - 1): 0 in the first layer, layer_dropout in the last."""
+        depth = layer / max(1, self.config.n_layer - 1)
+        return self.config.layer_dropout * (2 ** depth - 1)
 
     def exit_loss(self, states, targets):
         """The loss at an earlier exit. Each row of the batch draws its own: after layer l, counted

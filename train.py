@@ -204,12 +204,12 @@ def main():
 
     if s.dropout_schedule != 'constant':
         model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
-    trained = model
-    if s.compile or (s.compile is None and machine.cuda and max_iters >= 200):
-        trained = compile_model(model)
+    pays = machine.cuda and max_iters >= 200             # compiling takes a minute
+    trained = compile_model(model) if s.compile or (s.compile is None and pays) else model
     trained = replicate(trained, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
+
     caught = catch_signals()
 
     def due(interval):

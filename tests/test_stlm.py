@@ -351,8 +351,8 @@ def texts():
     def letter():
         return chr(dice.randint(*dice.choice(planes)))
     rows = [''.join(letter() for _ in range(dice.randint(1, 40))) for _ in range(60)]
-    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20, '\r\n \t\x0b\x1b\x7f\x85',
-                   ' ' * 77, '<|endoftext|>', 'é']
+    return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20,
+                   '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77, '<|endoftext|>', 'é']
 
 
 def bases():

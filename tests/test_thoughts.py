@@ -33,7 +33,8 @@ def bases():
 def odd_texts():
     """Those of the byte-level model, and random ones of what ends a sentence."""
     dice = random.Random(4)
-    marks = [''.join(dice.choice('.!? \n"\')”a3é\t') for _ in range(dice.randint(1, 60))) for _ in range(60)]
+    letters = '.!? \n"\')”a3é\t'
+    marks = [''.join(dice.choices(letters, k=dice.randint(1, 60))) for _ in range(60)]
     return [*texts(), *marks, PROBLEM, '.' * 300, '.)' * 99, '. ' * 99, '\n' * 5]
 
 

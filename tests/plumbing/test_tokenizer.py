@@ -19,8 +19,8 @@ from prepare import write_data_set
 
 TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
     "and the dog wasn't. It's 1234 o'clock.\n\n  Ünïcode 日本語 🙂🙂\t\n"
-ODD = ['', ' ', '\n', '\r\n', 'a\u2028b\x85c', '🙂👩\u200d👩\u200d👧', EOT, f'x{EOT}y', '\x00\x01', "don't  I'll",
-       '   three   ', 'e\u0301 é']
+ODD = ['', ' ', '\n', '\r\n', 'a\u2028b\x85c', '🙂👩\u200d👩\u200d👧', EOT, f'x{EOT}y', '\x00\x01',
+       "don't  I'll", '   three   ', 'e\u0301 é']
 
 
 BYTES = ranks_blob([bytes([b]) for b in range(256)])
