@@ -22,7 +22,6 @@ import math
 import signal
 import sys
 import time
-import warnings
 
 import torch
 from tqdm import tqdm
@@ -30,6 +29,7 @@ from tqdm import tqdm
 import prepare
 from plumbing.checkpoint import build_model, freeze, is_finite, start_model
 from plumbing.cli import UserError, run_main, short
+from plumbing.compiled import announce, compile_model
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
@@ -66,7 +66,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
     return mean, whole_tensor(norm)
 
 
-# ---- Optimiser, schedules, compilation ----------------------------------------------------------
+# ---- Optimiser and schedules -----------------------------------------------------------------------
 
 def make_optimizer(model, s, machine):
     """AdamW, with weight decay on matrices only. Stacked vectors are known by ...gain and ...bias."""
@@ -106,14 +106,6 @@ def dropout_rate(it, s, max_iters, p):
     shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
                   rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
     return p * shapes[s.dropout_schedule]
-
-
-def compile_model(model):
-    """torch.compile, without two of its optimisations that cost more than they save here: the fused
-    gradients of norms were four times as slow, the one-pass softmax twice."""
-    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')  # rope
-    off = {'triton.mix_order_reduction', 'online_softmax'} & {*torch._inductor.list_options()}
-    return torch.compile(model, options=dict.fromkeys(off, False))
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -204,11 +196,13 @@ def main():
 
     if s.dropout_schedule != 'constant':
         model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
-    pays = machine.cuda and max_iters >= 200             # compiling takes a minute
-    trained = compile_model(model) if s.compile or (s.compile is None and pays) else model
-    trained = replicate(trained, s, machine)
+    pays = machine.cuda and max_iters >= 200             # compiling takes half a minute
+    compiles = s.compile or (s.compile is None and pays)
+    trained = replicate(compile_model(model) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
+    if compiles:
+        step = announce(step, machine, s.model)
 
     caught = catch_signals()
 

@@ -1,0 +1,68 @@
+"""
+The paper's Table 2: how long MoLM takes to read 32 x 1,024 tokens, beside dense models in the same code.
+
+    python docs/results/molm.py molm.json                    # all six; one large GPU, three minutes
+    python docs/results/molm.py molm.json molm_4b_k2 410M    # some of them
+
+The weights are random and bfloat16: speed and memory do not depend on what they are. The dense models
+have the sizes of Pythia's.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import moep  # noqa: E402
+from plumbing.compiled import compile_model  # noqa: E402
+from plumbing.machine import Machine  # noqa: E402
+from plumbing.models import sketch  # noqa: E402
+from plumbing.settings import read_settings  # noqa: E402
+from tools import bench  # noqa: E402
+
+ROWS, T = 32, 1024
+DENSE = {'410M': (24, 16, 1024), '1.4B': (24, 16, 2048), '2.8B': (32, 32, 2560)}     # layers, heads, width
+
+
+def dense(n_layer, n_head, n_embd):
+    return moep, dict(vocab_size=50304, n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_parallel=0)
+
+
+def molm(name):
+    _, module, keys = read_settings([f'config/paper/moduleformer/{name}.py'])
+    return module, keys
+
+
+def measure(name, machine):
+    module, keys = dense(*DENSE[name]) if name in DENSE else molm(name)
+    model = sketch(module, {**keys, 'block_size': T})        # without memory
+    total, active = model.count_params()
+    model = model.to(torch.bfloat16).to_empty(device=machine.device).eval()
+    for p in model.parameters():
+        p.data.normal_(std=0.02)
+    torch.cuda.reset_peak_memory_stats()
+    plain = bench.prefill(model, ROWS, T, machine)
+    gib = torch.cuda.max_memory_allocated() / 2 ** 30
+    compiled = bench.prefill(compile_model(model), ROWS, T, machine)
+    return dict(name=name, total=total, active=active, gib=gib, ms=plain['ms'], compiled_ms=compiled['ms'],
+                tokens_per_s=compiled['tokens_per_s'])
+
+
+def main():
+    names = sys.argv[2:] or ['410M', '1.4B', 'molm_4b_k2', '2.8B', 'molm_4b_k4', 'molm_8b_k2']
+    machine = Machine('cuda', 'bfloat16')
+    rows = []
+    for name in names:
+        rows.append(measure(name, machine))
+        print('{name:12} {total:14,} parameters, {active:13,} active: {ms:7.1f} ms, compiled '
+              '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB'.format(**rows[-1]))
+        torch.cuda.empty_cache()
+    found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
+    Path(sys.argv[1]).write_text(json.dumps(found) + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,73 @@
+"""
+torch.compile, layer by layer. A model starts in seconds, since layers of a kind are compiled once.
+"""
+
+import contextlib
+import copy
+import time
+import types
+import warnings
+from pathlib import Path
+
+import torch
+
+from plumbing.shard import blocks
+
+# These cost more than they save here: the fused gradients of norms were four times as slow, the
+# one-pass softmax twice.
+OFF = {'triton.mix_order_reduction', 'online_softmax'}
+# A router turns autocast off. The graph says so in full, so torch may keep what it compiled.
+CACHED = {f'torch.amp.autocast_mode.{name}': '1' for name in ('_enter_autocast', '_exit_autocast')}
+
+
+def compile_model(model):
+    """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
+    what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled."""
+    complex_rope = 'Torchinductor does not support code generation for complex'
+    warnings.filterwarnings('ignore', complex_rope)
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    options = dict.fromkeys(OFF & {*torch._inductor.list_options()}, False)
+    options['unsafe_marked_cacheable_functions'] = CACHED
+    compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    forwards = {}
+    for layer in blocks(twin):
+        kind = type(layer)
+        if kind not in forwards:
+            forwards[kind] = apart(compiled(kind.forward))
+        layer.forward = types.MethodType(forwards[kind], layer)
+    return compiled(twin)
+
+
+def apart(compiled):
+    """Keep it out of its caller's graph. The lambda hides it: disable would undo compiling."""
+    return torch.compiler.disable(lambda *args: compiled(*args))
+
+
+def announce(step, machine, name):
+    """-> step, which at its first call says that it compiles, and how long it did last time."""
+    from torch._inductor.codecache import cache_dir      # two seconds
+    file = Path(cache_dir(), f'nanopaths_{name}.txt')    # beside what torch keeps
+    calls = 0
+
+    def run(*inputs):
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            return step(*inputs)
+        last = ' (next time it is faster)'
+        if file.exists():
+            last = f': {file.read_text()} s last time'
+        machine.say(f'compile   the first step waits for it{last}')
+        start = time.perf_counter()
+        result = step(*inputs)
+        if machine.cuda:
+            torch.cuda.synchronize()
+        took = f'{time.perf_counter() - start:.0f}'
+        machine.say(f'compiled  in {took} s')
+        if machine.rank == 0:
+            with contextlib.suppress(OSError):           # a cache that cannot be written
+                file.write_text(took)
+        return result
+    return run

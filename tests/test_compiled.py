@@ -1,0 +1,103 @@
+"""Compiling layer by layer: the same losses and gradients, each kind of layer once, and a clear line."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import moduleformer
+import moep
+import papaformer
+import selfmoe
+import stlm
+import stlm_depth
+from plumbing import compiled
+
+TINY = dict(vocab_size=50, block_size=16, n_head=2, n_embd=16)
+MODELS = dict(
+    gpt2=(moep, dict(n_layer=5, n_parallel=0)),
+    moep=(moep, dict(n_layer=2, n_embd_parallel=16, n_head_parallel=1, n_parallel=5)),
+    papaformer=(papaformer, dict(n_layer=2, n_parallel=4, path_embd=[8, 8], path_head=[1, 1],
+                                 connection='gumbel2')),
+    moduleformer=(moduleformer, dict(n_layer=5, n_att=4, d_att=16, n_ffd=4, d_ffd=16, d_router=8)),
+    selfmoe=(selfmoe, dict(n_layer=5, n_kv_head=1)),
+    stlm=(stlm, dict(n_layer=5, n_kv_head=1, ffn_hidden=16, share='all', lora_rank=2)),
+    stlm_depth=(stlm_depth, dict(n_layer=6, n_kv_head=1, ffn_hidden=16, capacity=0.25)))
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """torch.compile without code generation -> the graphs it was given."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    torch._dynamo.reset()
+    plain = torch.compile
+    light = lambda fn, dynamic, options: plain(fn, backend=backend, dynamic=dynamic)
+    monkeypatch.setattr(torch, 'compile', light)
+    return graphs
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_twin_is_model(name, compilations):
+    """The twin shares every weight and computes what the model does. The model itself is not compiled."""
+    module, keys = MODELS[name]
+    torch.manual_seed(0)
+    keys = dict(TINY, **keys)
+    if 'dropout' in module.Config.__dataclass_fields__:
+        keys['dropout'] = 0.0
+    model = module.Model(module.Config(**keys)).train()
+    twin = compiled.compile_model(model)
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+    ids = torch.randint(50, (2, 16))
+    found = []
+    for m in (model, twin):
+        torch.manual_seed(1)                             # of Gumbel noise
+        model.zero_grad()
+        _, loss, aux = m(ids, ids)
+        before = len(compilations)
+        (loss + sum(aux.values())).backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 1
+    for plain, of_twin in zip(*found):
+        torch.testing.assert_close(of_twin, plain)
+    assert before > 0
+    model(ids, ids)
+    assert len(compilations) == before                   # nothing new: the model runs as it is
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'moduleformer', 'selfmoe'])
+def test_each_kind_once(name, compilations):
+    """Twice as many layers are not one graph more."""
+    module, keys = MODELS[name]
+    counts = []
+    for n_layer in (3, 6):
+        torch._dynamo.reset()
+        compilations.clear()
+        model = module.Model(module.Config(**dict(TINY, **dict(keys, n_layer=n_layer)))).train()
+        ids = torch.randint(50, (2, 16))
+        with torch.autocast('cpu', torch.bfloat16):      # in float32 grouped products are a loop
+            compiled.compile_model(model)(ids, ids)
+        counts.append(len(compilations))
+    assert counts[0] == counts[1] > 1                    # a layer, and what follows the last one
+
+
+def test_announce(tmp_path, monkeypatch):
+    """The first step says that it waits for the compiler; the next start, how long that took."""
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+    said = []
+    machine = SimpleNamespace(say=said.append, cuda=False, rank=0)
+    for _ in range(2):
+        step = compiled.announce(lambda x: 2 * x, machine, 'moep')
+        assert [step(1), step(2)] == [2, 4]
+    assert said[0] == 'compile   the first step waits for it (next time it is faster)'
+    assert said[1] == said[3] == 'compiled  in 0 s'
+    assert said[2] == 'compile   the first step waits for it: 0 s last time'
+    monkeypatch.setattr('pathlib.Path.write_text', full)
+    compiled.announce(lambda: 3, machine, 'moep')()      # a cache that cannot be written stops nobody
+
+
+def full(*args, **kwargs):
+    raise OSError('no space left')
