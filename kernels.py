@@ -1,0 +1,256 @@
+"""
+Stick-breaking attention as one GPU kernel each way, in Triton. Optional: moduleformer.py uses this file
+where it lies beside it and an NVIDIA GPU with Triton is there, and its own blocks of queries elsewhere.
+`stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
+
+The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k and v, so
+they never go to memory. A program (one of the many that run on a GPU at a time) holds a tile of queries
+and walks over the keys, one tile at a time; it makes the weights of these queries and keys, uses them and
+forgets them. Backward makes them again. Softmax would need the largest logit; a stick needs only what the
+later keys have left of it, one number for each query:
+
+    forward, from the newest key to the oldest:       p_i = sigmoid(z_i) * rest_i
+                                                      rest_{i-1} = rest_i * (1 - sigmoid(z_i))
+
+rest_i is what keys i+1, ..., t leave. All of this is done in logarithms, to the base 2, the GPU's own.
+Within a tile, the sum over later keys is a product with a triangle of ones: tensor cores are otherwise idle.
+
+Backward. With g_i = p_i * dL/dp_i, where dL/dp_i = dL/dy . v_i, and by log p_i = log sigmoid(z_i) +
+sum_{i<j<=t} log(1 - sigmoid(z_j)), a logit z_j acts on p_j, and on p_i of every older key i < j:
+
+    d log p_j / dz_j = 1 - sigmoid(z_j)        d log p_i / dz_j = -sigmoid(z_j)
+    dL/dz_j = sum_{i<=j} g_i * d log p_i / dz_j = g_j * (1 - sigmoid(z_j)) - sigmoid(z_j) * sum_{i<j} g_i
+
+The sum runs over older keys, so backward walks from the oldest key to the newest and carries it. (From the
+newest, it would be dL/dy . y minus what was seen: a small difference of large numbers, in bfloat16.) Forward
+keeps `rest` at the end of its walk, and backward takes the steps back: log rest_i = log rest_{i-1} -
+log(1 - sigmoid(z_i)). After thousands of keys that would be a small difference of large numbers, too. But
+once rest < 2^-150, all older weights are 0 in float32. There a query dies: its rest stays as it is, and
+forward notes the tile, `oldest`. Where all queries of a tile are dead, both walks skip the older keys.
+Then dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T dL/dy. Programs of several queries add to the same
+dL/dk and dL/dv, in float32 and in any order: two runs can differ in the last bits.
+
+Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T are the
+tokens' own), H heads, D width of a head. Tensors here have the order in which linear layers make them, so
+that nothing is copied: q (B, T, K, H, D), k and v (B, S, H, D).
+
+What to look at first: `logs_of_stick`, `forward_kernel`, `backward_kernel`. The rest calls them.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+DEAD = tl.constexpr(-150.0)              # log2 of a rest of which float32 keeps nothing
+RUN = tl.constexpr(8)                    # tiles of keys between two looks whether all queries are dead
+
+
+def tile_sizes(q):
+    """Queries of a tile forward and backward, keys of a tile, warps, stages of the loads' pipeline."""
+    if q.dtype == torch.float32:
+        return 64, 64, 32, 4, 1
+    if q.size(-1) <= 64:
+        return 128, 128, 64, 8, 2
+    return 128, 64, 64, 8, 2
+
+
+# ---- The kernels ---------------------------------------------------------------------------------
+
+@triton.jit
+def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a tile of whole rows lies, and which of it exists. A tile's width is a power of 2."""
+    columns = tl.arange(0, WIDTH)
+    return rows[:, None] * stride + columns[None, :], (rows < n)[:, None] & (columns < D)[None, :]
+
+
+@triton.jit
+def logs_of_stick(q, k, keys, position, scale, PRECISION: tl.constexpr):
+    """log2 of sigmoid(z) and of 1 - sigmoid(z). A key after the query has sigmoid(z) = 0."""
+    z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale        # scale makes it base 2
+    z = tl.where(keys[None, :] <= position[:, None], z, -float('inf'))
+    small = tl.log2(1 + tl.exp2(-tl.abs(z)))                             # never overflows
+    return tl.minimum(z, 0) - small, -tl.maximum(z, 0) - small
+
+
+@triton.jit
+def sum_later(log_pass, later, PRECISION: tl.constexpr):
+    """Of each key, the sum over the later keys of the tile. A float16 is more exact here than a bfloat16,
+    and by its clamp at -60,000 finite; the key's own term, which may be large in a large p, is not in it."""
+    return tl.dot(tl.maximum(log_pass, -60000).to(later.dtype), later, input_precision=PRECISION)
+
+
+@triton.jit
+def count_tiles(block, first, M, K: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr):
+    """Tiles of keys that the last row of a block of queries sees."""
+    last = tl.minimum((block + 1) * TILE_M, M) - 1
+    return tl.cdiv(first + last // K + 1, TILE_S)
+
+
+@triton.jit(do_not_specialize=['M', 'S', 'first'])
+def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first, scale,
+                   k_b, k_s, k_h, v_b, v_s, v_h,
+                   H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                   TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr):
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)    # those that see most keys start first
+    rows = block * TILE_M + tl.arange(0, TILE_M)
+    position = first + rows // K
+    at, exists = place(rows, H * D, M, D, WIDTH)
+    at += (b * M * H + h) * D
+    q = tl.load(q_ptr + at, mask=exists, other=0.0)
+    k_ptr += b * k_b + h * k_h
+    v_ptr += b * v_b + h * v_h
+    key = tl.arange(0, TILE_S)
+    later = (key[:, None] > key[None, :]).to(SUMS)
+    y = tl.zeros([TILE_M, WIDTH], tl.float32)
+    rest = tl.zeros([TILE_M], tl.float32)                # its log2: a whole stick
+    oldest = tl.zeros([TILE_M], tl.int32)
+    end = count_tiles(block, first, M, K, TILE_M, TILE_S)
+    while (end > 0) & (tl.max(rest, 0) > DEAD):
+        run = tl.minimum(end, RUN)
+        for back in range(run):                          # a plain loop: Triton loads ahead in it
+            tile = end - 1 - back
+            keys = tile * TILE_S + key
+            k_at, k_exists = place(keys, k_s, S, D, WIDTH)
+            v_at, v_exists = place(keys, v_s, S, D, WIDTH)
+            k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
+            v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
+            log_match, log_pass = logs_of_stick(q, k, keys, position, scale, PRECISION)
+            p = tl.exp2(log_match + sum_later(log_pass, later, PRECISION) + rest[:, None])
+            y = tl.dot(p.to(v.dtype), v, y, input_precision=PRECISION)
+            lives = rest > DEAD
+            oldest = tl.where(lives, tile, oldest)
+            rest += tl.where(lives, tl.sum(log_pass, 1), 0.0)
+        end -= run
+    tl.store(y_ptr + at, y.to(q.dtype), mask=exists)
+    row_at = tl.program_id(0).to(tl.int64) * M + rows
+    tl.store(rest_ptr + row_at, rest, mask=rows < M)
+    tl.store(oldest_ptr + row_at, oldest, mask=rows < M)
+
+
+@triton.jit(do_not_specialize=['M', 'S', 'first'])
+def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, dk_ptr, dv_ptr,
+                    M, S, first, scale, dz_scale, k_b, k_s, k_h, v_b, v_s, v_h,
+                    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                    TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr):
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    rows = block * TILE_M + tl.arange(0, TILE_M)
+    position = first + rows // K
+    at, exists = place(rows, H * D, M, D, WIDTH)
+    at += (b * M * H + h) * D
+    q = tl.load(q_ptr + at, mask=exists, other=0.0)
+    dy = tl.load(dy_ptr + at, mask=exists, other=0.0)
+    row_at = tl.program_id(0).to(tl.int64) * M + rows
+    rest = tl.load(rest_ptr + row_at, mask=rows < M, other=0.0)
+    oldest = tl.load(oldest_ptr + row_at, mask=rows < M, other=2**30)
+    k_ptr += b * k_b + h * k_h
+    v_ptr += b * v_b + h * v_h
+    dk_ptr += (b * S * H + h) * D
+    dv_ptr += (b * S * H + h) * D
+    key = tl.arange(0, TILE_S)
+    later = (key[:, None] > key[None, :]).to(SUMS)
+    older = (key[:, None] < key[None, :]).to(q.dtype)
+    dq = tl.zeros([TILE_M, WIDTH], tl.float32)
+    g_sum = tl.zeros([TILE_M], tl.float32)               # of g over all older tiles
+    for tile in range(tl.min(oldest, 0), count_tiles(block, first, M, K, TILE_M, TILE_S)):
+        keys = tile * TILE_S + key
+        k_at, k_exists = place(keys, k_s, S, D, WIDTH)
+        v_at, v_exists = place(keys, v_s, S, D, WIDTH)
+        k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
+        v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
+        log_match, log_pass = logs_of_stick(q, k, keys, position, scale, PRECISION)
+        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)       # as it was before this tile
+        p = tl.exp2(log_match + sum_later(log_pass, later, PRECISION) + rest[:, None])
+        g = p * tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        g_older = tl.dot(g.to(q.dtype), older, input_precision=PRECISION) + g_sum[:, None]
+        g_sum += tl.sum(g, 1)
+        dz = ((g - tl.exp2(log_match) * (g + g_older)) * dz_scale).to(q.dtype)
+        dq = tl.dot(dz, k, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(dz), q, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(p.to(q.dtype)), dy, input_precision=PRECISION)
+        d_at, _ = place(keys, H * D, S, D, WIDTH)
+        tl.atomic_add(dk_ptr + d_at, dk, mask=k_exists, sem='relaxed')
+        tl.atomic_add(dv_ptr + d_at, dv, mask=v_exists, sem='relaxed')
+    tl.store(dq_ptr + at, dq.to(q.dtype), mask=exists)
+
+
+# ---- Their calls: operators of torch, so that torch.compile, autograd and CUDA graphs know them ------
+
+def launch(kernel, TILE_M, tensors, scales, q, k, v):
+    B, T, K, H, D = q.shape
+    S = k.size(1)
+    _, _, TILE_S, warps, stages = tile_sizes(q)
+    is_short = q.dtype != torch.float32
+    exact = not torch.backends.cuda.matmul.allow_tf32    # of float32; it changes nothing for the others
+    grid = (B * H, triton.cdiv(T * K, TILE_M))
+    kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
+                 H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)), TILE_M=TILE_M, TILE_S=TILE_S,
+                 SUMS=tl.float16 if is_short else tl.float32, PRECISION='ieee' if exact else 'tf32',
+                 num_warps=warps, num_stages=stages)
+
+
+@torch.library.custom_op('nanopaths::stick_breaking', mutates_args=())
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor]:
+    B, T, K, H, D = q.shape
+    y, rest, oldest = make_outputs(q, k, v)
+    scale = math.log2(math.e) / math.sqrt(D)
+    launch(forward_kernel, tile_sizes(q)[0], (q, k, v, y, rest, oldest), (scale,), q, k, v)
+    return y, rest, oldest
+
+
+@forward.register_fake
+def make_outputs(q, k, v):
+    B, T, K, H, D = q.shape
+    rest = q.new_empty(B, H, T * K, dtype=torch.float32)
+    return q.new_empty(q.shape), rest, torch.empty_like(rest, dtype=torch.int32)
+
+
+@torch.library.custom_op('nanopaths::stick_breaking_backward', mutates_args=())
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tensor, oldest: torch.Tensor,
+             dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    D = q.size(-1)
+    dq = q.new_empty(q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    scales = (math.log2(math.e) / math.sqrt(D), 1 / math.sqrt(D))
+    tensors = (q, k, v, rest, oldest, dy.contiguous(), dq, dk, dv)
+    launch(backward_kernel, tile_sizes(q)[1], tensors, scales, q, k, v)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@backward.register_fake
+def make_gradients(q, k, v, rest, oldest, dy):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def differentiate(ctx, dy, d_rest, d_oldest):
+    return backward(*ctx.saved_tensors, dy)
+
+
+forward.register_autograd(differentiate, setup_context=keep)
+
+
+# ---- What moduleformer.py calls --------------------------------------------------------------------
+
+def runs(q, k, v):
+    """Whether the kernels can take these tensors. Head widths over 128 do not fit into a GPU's registers."""
+    known = q.is_cuda and torch.version.cuda is not None and q.size(-1) <= 128
+    known = known and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    known = known and q.dtype == k.dtype == v.dtype
+    return known and not torch.are_deterministic_algorithms_enabled()    # dk and dv are added in any order
+
+
+def stick_breaking(q, k, v):
+    """q (B, H, T, K, D): K queries for each of T tokens; k, v (B, H, S, D) -> (B, H, T, K, D)."""
+    k, v = (x.transpose(1, 2) for x in (k, v))
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    return forward(q.permute(0, 2, 3, 1, 4).contiguous(), k, v)[0].permute(0, 3, 1, 2, 4)
