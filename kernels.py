@@ -47,13 +47,12 @@ DEAD = tl.constexpr(-150.0)              # log2 of a rest of which float32 keeps
 RUN = tl.constexpr(8)                    # tiles of keys between two looks whether all queries are dead
 
 
-def tile_sizes(q):
-    """Queries of a tile forward and backward, keys of a tile, warps, stages of the loads' pipeline."""
-    if q.dtype == torch.float32:
-        return 64, 64, 32, 4, 1
-    if q.size(-1) <= 64:
-        return 128, 128, 64, 8, 2
-    return 128, 64, 64, 8, 2
+# Bits of a number, width of a head: keys of a tile; queries, warps, stages of the loads' pipeline forward;
+# the same backward. Of these the results do not depend.
+TILES = {(16, 64): (64, (128, 8, 2), (128, 8, 2)),
+         (16, 128): (64, (128, 8, 2), (64, 8, 2)),
+         (32, 64): (32, (64, 4, 1), (64, 4, 1)),
+         (32, 128): (32, (64, 4, 1), (64, 4, 1))}
 
 
 # ---- The kernels ---------------------------------------------------------------------------------
@@ -181,16 +180,17 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
 
 # ---- Their calls: operators of torch, so that torch.compile, autograd and CUDA graphs know them ------
 
-def launch(kernel, TILE_M, tensors, scales, q, k, v):
+def launch(kernel, tensors, scales, q, k, v):
     B, T, K, H, D = q.shape
     S = k.size(1)
-    _, _, TILE_S, warps, stages = tile_sizes(q)
-    is_short = q.dtype != torch.float32
+    bits = 8 * q.element_size()
+    TILE_S, *rest = TILES[bits, 64 if D <= 64 else 128]
+    TILE_M, warps, stages = rest[kernel is backward_kernel]
     exact = not torch.backends.cuda.matmul.allow_tf32    # of float32; it changes nothing for the others
     grid = (B * H, triton.cdiv(T * K, TILE_M))
     kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
                  H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)), TILE_M=TILE_M, TILE_S=TILE_S,
-                 SUMS=tl.float16 if is_short else tl.float32, PRECISION='ieee' if exact else 'tf32',
+                 SUMS=tl.float16 if bits == 16 else tl.float32, PRECISION='ieee' if exact else 'tf32',
                  num_warps=warps, num_stages=stages)
 
 
@@ -200,7 +200,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
     B, T, K, H, D = q.shape
     y, rest, oldest = make_outputs(q, k, v)
     scale = math.log2(math.e) / math.sqrt(D)
-    launch(forward_kernel, tile_sizes(q)[0], (q, k, v, y, rest, oldest), (scale,), q, k, v)
+    launch(forward_kernel, (q, k, v, y, rest, oldest), (scale,), q, k, v)
     return y, rest, oldest
 
 
@@ -219,7 +219,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tens
     dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
     scales = (math.log2(math.e) / math.sqrt(D), 1 / math.sqrt(D))
     tensors = (q, k, v, rest, oldest, dy.contiguous(), dq, dk, dv)
-    launch(backward_kernel, tile_sizes(q)[1], tensors, scales, q, k, v)
+    launch(backward_kernel, tensors, scales, q, k, v)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
