@@ -28,8 +28,7 @@ Departures from the paper, and gaps it leaves:
   1. Each loss is summed over all 2 * n_layer routers, `rout_reg` (Eq. 10) too.
 - "Previous batch" (section 3.2) is read as the previous segment of the same text (`train.py
   --stream --memory=T`): a direct context of 2T (section 5.1), N_L*T through N_L layers (3.2).
-- Not in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`. The release
-  has GELU and bias in routers, biases in keys and values, tanh GELU in FFNs, other initial sizes.
+- Not in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner width
@@ -43,6 +42,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+try:
+    from kernels import runs, stick_breaking as fused    # StickBreaking as one kernel, on a GPU
+except ImportError:                                      # without Triton, or this file copied alone
+    runs = lambda q, k, v: False
 
 
 @dataclass
@@ -136,11 +139,10 @@ class Router(nn.Module):
             prob_NE = log_prob_NE.exp()
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
         gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        losses = self.losses(prob_NE, log_prob_NE)
         if not self.sparse:                             # all E modules, the others with a gate of 0
             gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
-        return gate_NK, choice_NK, losses
+        return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
     def losses(self, prob_NE, log_prob_NE):
         """What minimising does. `mi` (pretraining): the pool uses all modules, H(m) is high, and a
@@ -171,17 +173,16 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        q_EDF, o_EFD = self.q(), self.o()
-        # Only the chosen modules make queries: R = N*K rows, each of one token and one module.
-        rows = Dispatch(choice_NK, len(q_EDF))
+        rows = Dispatch(choice_NK, self.q.n_modules)            # only the chosen make queries
         x_RD = rows.spread(x_ND)                                # x_ND[token]
-        q_NKF = rows.restore(rows.linear(x_RD, q_EDF))          # x_RD @ q[module], in token order
+        q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), cache)       # (B, H, S, d)
-        y = StickBreaking.apply(q, k, v, self.config.query_block)  # stick_weights(q, k, S-T)[1] @ v
+        # stick_weights(q, k, S-T)[1] @ v, either way:
+        y = fused(q, k, v) if runs(q, k, v) else StickBreaking.apply(q, k, v, self.config.query_block)
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
-        y_RD = rows.linear(rows.sort(y_NKF), o_EFD)             # y @ o[module], in row order; Eq. 5
+        y_RD = rows.linear(rows.sort(y_NKF), self.o())          # y @ o[module], in row order; Eq. 5
         return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
@@ -323,9 +324,8 @@ class ModuleFormer(nn.Module):
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     """Section 4.3: add random modules to every layer and freeze the rest. Only the new ones and their
     embeddings A' train (`partial`, for new data alone); with `full` (old and new data mixed) also A, B,
-    token embedding and head. Tokens choose the new modules at once, untrained as they are: inserted
-    after 500 toy steps they took 34 to 84% of a pool's tokens, and the loss rose from 1.204 to 1.240 to
-    1.289 (three seeds). Eq. 10 limits that, but A' = 0 still means a logit of 0, above negative ones."""
+    token embedding and head. Tokens choose the new modules at once, untrained as they are, and the
+    loss rises. Eq. 10 limits that, but A' = 0 still means a logit of 0, above negative ones."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:

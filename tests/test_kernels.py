@@ -1,0 +1,153 @@
+"""kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64): outputs
+and gradients. On a GPU; and by Triton's interpreter, where Triton can be imported."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import moduleformer
+from conftest import ROOT
+from moduleformer import ModuleFormer, ModuleFormerConfig, StickBreaking
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs Triton')
+BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}    # of the largest number
+SHAPES = [(1, 1, 1, 1, 0, 16), (2, 3, 7, 2, 0, 8), (1, 2, 70, 3, 30, 24), (1, 1, 1, 2, 200, 64),
+          (1, 2, 150, 1, 77, 64), (1, 1, 90, 1, 0, 128)]                     # B, H, T, K, past, d
+
+
+def inputs(B, H, T, K, past, d, dtype, size=1.0, device='cpu'):
+    """q, k, v as AttentionModules makes them: views of what linear layers return."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, T, K, H, d, generator=generator) * size
+    kv = torch.randn(B, past + T, 2, H, d, generator=generator) * size
+    k, v = kv.to(device, dtype).unbind(2)
+    return [q.to(device, dtype).permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)]
+
+
+def with_gradients(function, tensors):
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    y = function(*tensors)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return [y, *torch.autograd.grad(y, tensors, weight)]
+
+
+def compare(tensors, function, bound):
+    want = with_gradients(lambda q, k, v: StickBreaking.apply(q, k, v, 64), [x.double() for x in tensors])
+    for name, a, b in zip(('y', 'dq', 'dk', 'dv'), with_gradients(function, tensors), want):
+        assert a.dtype == tensors[0].dtype and a.shape == b.shape, name
+        error = ((a - b).abs().max() / (b.abs().max() + 1e-6)).item()
+        assert error < bound, f'{name}: {error}'
+
+
+def interpret():
+    """What the process of the next test runs: every shape once, logits up to 1, 10 and 100 in turn."""
+    from kernels import stick_breaking
+    for i, shape in enumerate(SHAPES):
+        for dtype in (torch.float32, torch.float16):     # the interpreter cannot multiply bfloat16
+            tensors = inputs(*shape, dtype, size=(1.0, 2.0, 5.0)[i % 3])
+            compare(tensors, stick_breaking, BOUNDS[dtype])
+
+
+@needs_triton
+def test_interpreted():
+    env = {**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1',
+           'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'tests')])}
+    done = subprocess.run([sys.executable, '-c', 'import test_kernels; test_kernels.interpret()'], env=env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_runs_without_kernels():
+    spec = importlib.util.spec_from_file_location('alone', ROOT / 'moduleformer.py')
+    alone = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, kernels=None):     # an import of it fails
+        spec.loader.exec_module(alone)
+    x = torch.randint(37, (2, 6))
+    shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
+    logits, _, _ = alone.ModuleFormer(alone.ModuleFormerConfig(**shape))(x)
+    assert logits.shape == (2, 6, 37) and not alone.runs(*inputs(*SHAPES[0], torch.float32))
+
+
+# ---- What only a GPU can show --------------------------------------------------------------------
+
+
+@needs_gpu
+@needs_triton
+@pytest.mark.parametrize('dtype', BOUNDS)
+@pytest.mark.parametrize('shape', [*SHAPES, (2, 4, 512, 2, 512, 64), (1, 2, 3000, 1, 0, 64)])
+def test_kernels_are_the_blocks(shape, dtype):
+    import kernels
+    torch.set_float32_matmul_precision('highest')
+    for size in (1.0, 5.0):
+        tensors = inputs(*shape, dtype, size, 'cuda')
+        assert kernels.runs(*tensors)
+        compare(tensors, kernels.stick_breaking, BOUNDS[dtype])
+
+
+@needs_gpu
+@needs_triton
+def test_compiled_and_recorded():
+    """torch.compile in one graph, and a CUDA graph of forward and backward that is replayed."""
+    import kernels
+    tensors = inputs(2, 2, 100, 2, 20, 64, torch.bfloat16, device='cuda')
+    compare(tensors, torch.compile(kernels.stick_breaking, fullgraph=True), BOUNDS[torch.bfloat16])
+    want = with_gradients(kernels.stick_breaking, tensors)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    graph = torch.cuda.CUDAGraph()
+    weight = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1)).to(want[0])
+    with torch.cuda.graph(graph):
+        y = kernels.stick_breaking(*leaves)
+        found = [y, *torch.autograd.grad(y, leaves, weight)]
+    for _ in range(2):                                   # dk and dv start from zero each time
+        graph.replay()
+    for a, b in zip(found, want):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+@needs_triton
+def test_a_model_uses_them_under_autocast(monkeypatch):
+    """Memory of the last segment included. Each parameter's gradient is close to that of the blocks."""
+    torch.manual_seed(0)
+    config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=4, d_att=64, n_head=2, n_ffd=4,
+                                d_ffd=64, d_router=32)
+    model = ModuleFormer(config).cuda()
+    x = torch.randint(100, (2, 2, 40), device='cuda')
+    found = []
+    calls = []
+    for has_kernels in (True, False):
+        def runs(*tensors, has_kernels=has_kernels):
+            import kernels
+            calls.append(has_kernels and kernels.runs(*tensors))
+            return calls[-1]
+        monkeypatch.setattr(moduleformer, 'runs', runs)
+        model.zero_grad()
+        cache = []
+        with torch.autocast('cuda', torch.bfloat16):
+            model(x[0], cache=cache)
+            cache = [(k.detach(), v.detach()) for k, v in cache]
+            model(x[1], x[1].flip(1), cache=cache)[1].backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert calls == [True] * 4 + [False] * 4
+    for name, grad in found[0].items():
+        assert (grad - found[1][name]).norm() <= 0.1 * found[1][name].norm() + 1e-6, name
+
+
+@needs_gpu
+@needs_triton
+def test_memory_is_linear():
+    import kernels
+    peaks = []
+    for T in (2048, 8192):
+        tensors = inputs(1, 4, T, 2, 0, 64, torch.bfloat16, device='cuda')
+        torch.cuda.reset_peak_memory_stats()
+        with_gradients(kernels.stick_breaking, tensors)
+        peaks.append(torch.cuda.max_memory_allocated() / T)
+    assert peaks[1] < 1.2 * peaks[0]
+    assert not kernels.runs(*[x.double() for x in tensors])
