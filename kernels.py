@@ -1,38 +1,40 @@
 """
-Stick-breaking attention as one GPU kernel each way, in Triton. Optional: moduleformer.py uses this file
-where it lies beside it and an NVIDIA GPU with Triton is there, and its own blocks of queries elsewhere.
-`stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
+Stick-breaking attention as one GPU kernel each way, in Triton. Optional: moduleformer.py uses this
+file where it lies beside it and an NVIDIA GPU with Triton is there, and its own blocks of queries
+elsewhere. `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
-The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k and v, so
-they never go to memory. A program (one of the many that run on a GPU at a time) holds a tile of queries
-and walks over the keys, one tile at a time; it makes the weights of these queries and keys, uses them and
-forgets them. Backward makes them again. Softmax would need the largest logit; a stick needs only what the
-later keys have left of it, one number for each query:
+The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
+and v, so they never go to memory. A program (one of the many that run on a GPU at a time) holds a
+tile of queries and walks over the keys, one tile at a time; it makes the weights of these queries
+and keys, uses them and forgets them. Backward makes them again. Softmax would need the largest
+logit; a stick needs only what the later keys have left of it, one number for each query:
 
     forward, from the newest key to the oldest:       p_i = sigmoid(z_i) * rest_i
                                                       rest_{i-1} = rest_i * (1 - sigmoid(z_i))
 
-rest_i is what keys i+1, ..., t leave. All of this is done in logarithms, to the base 2, the GPU's own.
-Within a tile, the sum over later keys is a product with a triangle of ones: tensor cores are otherwise idle.
+rest_i is what keys i+1, ..., t leave. All of this is done in logarithms, to the base 2, the GPU's
+own. Within a tile, the sum over later keys is a product with a triangle of ones: tensor cores are
+otherwise idle.
 
 Backward. With g_i = p_i * dL/dp_i, where dL/dp_i = dL/dy . v_i, and by log p_i = log sigmoid(z_i) +
 sum_{i<j<=t} log(1 - sigmoid(z_j)), a logit z_j acts on p_j, and on p_i of every older key i < j:
 
     d log p_j / dz_j = 1 - sigmoid(z_j)        d log p_i / dz_j = -sigmoid(z_j)
-    dL/dz_j = sum_{i<=j} g_i * d log p_i / dz_j = g_j * (1 - sigmoid(z_j)) - sigmoid(z_j) * sum_{i<j} g_i
+    dL/dz_j = g_j * (1 - sigmoid(z_j)) - sigmoid(z_j) * sum_{i<j} g_i
 
-The sum runs over older keys, so backward walks from the oldest key to the newest and carries it. (From the
-newest, it would be dL/dy . y minus what was seen: a small difference of large numbers, in bfloat16.) Forward
-keeps `rest` at the end of its walk, and backward takes the steps back: log rest_i = log rest_{i-1} -
-log(1 - sigmoid(z_i)). After thousands of keys that would be a small difference of large numbers, too. But
-once rest < 2^-150, all older weights are 0 in float32. There a query dies: its rest stays as it is, and
-forward notes the tile, `oldest`. Where all queries of a tile are dead, both walks skip the older keys.
-Then dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T dL/dy. Programs of several queries add to the same
-dL/dk and dL/dv, in float32 and in any order: two runs can differ in the last bits.
+The sum runs over older keys, so backward walks from the oldest key to the newest and carries it.
+(From the newest, it would be dL/dy . y minus what was seen: a small difference of large numbers, in
+bfloat16.) Forward keeps `rest` at the end of its walk, and backward takes the steps back: log
+rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). After thousands of keys that would be a small
+difference of large numbers, too. But once rest < 2^-150, all older weights are 0 in float32. There
+a query dies: its rest stays as it is, and forward notes the tile, `oldest`. Where all queries of a
+tile are dead, both walks skip the older keys. Then dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T
+dL/dy. Programs of several queries add to the same dL/dk and dL/dv, in float32 and in any order: two
+runs can differ in the last bits.
 
-Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T are the
-tokens' own), H heads, D width of a head. Tensors here have the order in which linear layers make them, so
-that nothing is copied: q (B, T, K, H, D), k and v (B, S, H, D).
+Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T
+are the tokens' own), H heads, D width of a head. Tensors here have the order in which linear layers
+make them, so that nothing is copied: q (B, T, K, H, D), k and v (B, S, H, D).
 
 What to look at first: `logs_of_stick`, `forward_kernel`, `backward_kernel`. The rest calls them.
 """
@@ -42,13 +44,13 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 DEAD = tl.constexpr(-150.0)              # log2 of a rest of which float32 keeps nothing
-RUN = tl.constexpr(8)                    # tiles of keys between two looks whether all queries are dead
+RUN = tl.constexpr(8)                    # after so many tiles of keys, see whether all queries are dead
 
-
-# Bits of a number, width of a head: keys of a tile; queries, warps, stages of the loads' pipeline forward;
-# the same backward. Of these the results do not depend.
+# Bits of a number, width of a head: keys of a tile; queries of a tile, warps and stages of
+# the pipeline of loads forward; the same backward. They change the speed, not the results.
 TILES = {(16, 64): (64, (128, 8, 2), (128, 8, 2)),
          (16, 128): (64, (128, 8, 2), (64, 8, 2)),
          (32, 64): (32, (64, 4, 1), (64, 4, 1)),
@@ -75,8 +77,8 @@ def logs_of_stick(q, k, keys, position, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def sum_later(log_pass, later, PRECISION: tl.constexpr):
-    """Of each key, the sum over the later keys of the tile. A float16 is more exact here than a bfloat16,
-    and by its clamp at -60,000 finite; the key's own term, which may be large in a large p, is not in it."""
+    """For each key, the sum over the later keys of its tile. float16 is more exact here than
+    bfloat16; the clamp keeps it finite. A key's own term, large where z is, is not rounded."""
     return tl.dot(tl.maximum(log_pass, -60000).to(later.dtype), later, input_precision=PRECISION)
 
 
@@ -91,7 +93,8 @@ def count_tiles(block, first, M, K: tl.constexpr, TILE_M: tl.constexpr, TILE_S: 
 def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first, scale,
                    k_b, k_s, k_h, v_b, v_s, v_h,
                    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                   TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr):
+                   TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr,
+                   PRECISION: tl.constexpr):
     b = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)    # those that see most keys start first
@@ -134,7 +137,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first
 def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, dk_ptr, dv_ptr,
                     M, S, first, scale, dz_scale, k_b, k_s, k_h, v_b, v_s, v_h,
                     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                    TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr):
+                    TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr,
+                    PRECISION: tl.constexpr):
     b = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -163,7 +167,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
         k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
         v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
         log_match, log_pass = logs_of_stick(q, k, keys, position, scale, PRECISION)
-        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)       # as it was before this tile
+        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)   # as it was before this tile
         p = tl.exp2(log_match + sum_later(log_pass, later, PRECISION) + rest[:, None])
         g = p * tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         g_older = tl.dot(g.to(q.dtype), older, input_precision=PRECISION) + g_sum[:, None]
@@ -178,28 +182,27 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
     tl.store(dq_ptr + at, dq.to(q.dtype), mask=exists)
 
 
-# ---- Their calls: operators of torch, so that torch.compile, autograd and CUDA graphs know them ------
+# ---- Their calls: operators of torch, into which torch.compile does not look ---------------------
 
 def launch(kernel, tensors, scales, q, k, v):
     B, T, K, H, D = q.shape
     S = k.size(1)
     bits = 8 * q.element_size()
-    TILE_S, *rest = TILES[bits, 64 if D <= 64 else 128]
-    TILE_M, warps, stages = rest[kernel is backward_kernel]
-    exact = not torch.backends.cuda.matmul.allow_tf32    # of float32; it changes nothing for the others
+    TILE_S, *both = TILES[bits, 64 if D <= 64 else 128]
+    TILE_M, warps, stages = both[kernel is backward_kernel]
+    sums = tl.float16 if bits == 16 else tl.float32
+    precision = 'tf32' if torch.backends.cuda.matmul.allow_tf32 else 'ieee'      # of float32 only
     grid = (B * H, triton.cdiv(T * K, TILE_M))
     kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
-                 H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)), TILE_M=TILE_M, TILE_S=TILE_S,
-                 SUMS=tl.float16 if bits == 16 else tl.float32, PRECISION='ieee' if exact else 'tf32',
+                 H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)),
+                 TILE_M=TILE_M, TILE_S=TILE_S, SUMS=sums, PRECISION=precision,
                  num_warps=warps, num_stages=stages)
 
 
 @torch.library.custom_op('nanopaths::stick_breaking', mutates_args=())
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor]:
-    B, T, K, H, D = q.shape
+def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     y, rest, oldest = make_outputs(q, k, v)
-    scale = math.log2(math.e) / math.sqrt(D)
+    scale = math.log2(math.e) / math.sqrt(q.size(-1))
     launch(forward_kernel, (q, k, v, y, rest, oldest), (scale,), q, k, v)
     return y, rest, oldest
 
@@ -212,8 +215,8 @@ def make_outputs(q, k, v):
 
 
 @torch.library.custom_op('nanopaths::stick_breaking_backward', mutates_args=())
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tensor, oldest: torch.Tensor,
-             dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(q: Tensor, k: Tensor, v: Tensor, rest: Tensor, oldest: Tensor,
+             dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     D = q.size(-1)
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
@@ -239,14 +242,14 @@ def differentiate(ctx, dy, d_rest, d_oldest):
 forward.register_autograd(differentiate, setup_context=keep)
 
 
-# ---- What moduleformer.py calls --------------------------------------------------------------------
+# ---- What moduleformer.py calls ------------------------------------------------------------------
 
 def runs(q, k, v):
-    """Whether the kernels can take these tensors. Head widths over 128 do not fit into a GPU's registers."""
+    """Whether the kernels take these tensors. Of wider heads, no tile would fit into registers."""
     known = q.is_cuda and torch.version.cuda is not None and q.size(-1) <= 128
     known = known and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     known = known and q.dtype == k.dtype == v.dtype
-    return known and not torch.are_deterministic_algorithms_enabled()    # dk and dv are added in any order
+    return known and not torch.are_deterministic_algorithms_enabled()    # see dL/dk above
 
 
 def stick_breaking(q, k, v):
