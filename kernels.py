@@ -47,7 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 DEAD = tl.constexpr(-150.0)              # log2 of a rest of which float32 keeps nothing
-RUN = tl.constexpr(8)                    # after so many tiles of keys, see whether all queries are dead
+RUN = tl.constexpr(8)                    # tiles of keys, after which a program may find all dead
 
 # Bits of a number, width of a head: keys of a tile; queries of a tile, warps and stages of
 # the pipeline of loads forward; the same backward. They change the speed, not the results.
@@ -191,12 +191,15 @@ def launch(kernel, tensors, scales, q, k, v):
     TILE_S, *both = TILES[bits, 64 if D <= 64 else 128]
     TILE_M, warps, stages = both[kernel is backward_kernel]
     sums = tl.float16 if bits == 16 else tl.float32
-    precision = 'tf32' if torch.backends.cuda.matmul.allow_tf32 else 'ieee'      # of float32 only
+    precision = 'tf32'                                   # of float32 only
+    if torch.get_float32_matmul_precision() == 'highest':
+        precision = 'ieee'
     grid = (B * H, triton.cdiv(T * K, TILE_M))
-    kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
-                 H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)),
-                 TILE_M=TILE_M, TILE_S=TILE_S, SUMS=sums, PRECISION=precision,
-                 num_warps=warps, num_stages=stages)
+    with torch.cuda.device_of(q):                        # Triton takes the current GPU
+        kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
+                     H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)),
+                     TILE_M=TILE_M, TILE_S=TILE_S, SUMS=sums, PRECISION=precision,
+                     num_warps=warps, num_stages=stages)
 
 
 @torch.library.custom_op('nanopaths::stick_breaking', mutates_args=())

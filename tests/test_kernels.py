@@ -49,8 +49,8 @@ def interpret():
     """What the process of the next test runs. Small tiles: it is slow, and several tiles shall meet."""
     import kernels
     kernels.TILES = {key: (16, (32, 1, 1), (16, 1, 1)) for key in kernels.TILES}
-    for shape, size, dtype in [((1, 1, 1, 1, 0, 16), 1, torch.float32), ((2, 1, 7, 2, 0, 8), 5, torch.float32),
-                               ((1, 1, 17, 3, 30, 24), 1, torch.float16)]:   # it has no bfloat16 products
+    for dtype, size, shape in [(torch.float32, 1, (1, 1, 1, 1, 0, 16)), (torch.float32, 5, (2, 1, 7, 2, 0, 8)),
+                               (torch.float16, 1, (1, 1, 17, 3, 30, 24))]:   # it has no bfloat16 products
         compare(inputs(*shape, dtype, size), kernels.stick_breaking, BOUNDS[dtype])
 
 
