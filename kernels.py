@@ -54,7 +54,7 @@ RUN = tl.constexpr(8)                    # tiles of keys, after which a program 
 TILES = {(16, 64): (64, (128, 8, 2), (128, 8, 2)),
          (16, 128): (64, (128, 8, 2), (64, 8, 2)),
          (32, 64): (32, (64, 4, 1), (64, 4, 1)),
-         (32, 128): (32, (64, 4, 1), (64, 4, 1))}
+         (32, 128): (32, (64, 4, 1), (32, 4, 1))}
 
 
 # ---- The kernels ---------------------------------------------------------------------------------
@@ -67,19 +67,19 @@ def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def logs_of_stick(q, k, keys, position, scale, PRECISION: tl.constexpr):
+def logs_of_stick(q, k, keys, position, scale):
     """log2 of sigmoid(z) and of 1 - sigmoid(z). A key after the query has sigmoid(z) = 0."""
-    z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale        # scale makes it base 2
+    z = tl.dot(q, tl.trans(k)) * scale        # scale makes it base 2
     z = tl.where(keys[None, :] <= position[:, None], z, -float('inf'))
     small = tl.log2(1 + tl.exp2(-tl.abs(z)))                             # never overflows
     return tl.minimum(z, 0) - small, -tl.maximum(z, 0) - small
 
 
 @triton.jit
-def sum_later(log_pass, later, PRECISION: tl.constexpr):
+def sum_later(log_pass, later):
     """For each key, the sum over the later keys of its tile. float16 is more exact here than
     bfloat16; the clamp keeps it finite. A key's own term, large where z is, is not rounded."""
-    return tl.dot(tl.maximum(log_pass, -60000).to(later.dtype), later, input_precision=PRECISION)
+    return tl.dot(tl.maximum(log_pass, -60000).to(later.dtype), later)
 
 
 @triton.jit
@@ -93,8 +93,7 @@ def count_tiles(block, first, M, K: tl.constexpr, TILE_M: tl.constexpr, TILE_S: 
 def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first, scale,
                    k_b, k_s, k_h, v_b, v_s, v_h,
                    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                   TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr,
-                   PRECISION: tl.constexpr):
+                   TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr):
     b = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)    # those that see most keys start first
@@ -120,9 +119,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first
             v_at, v_exists = place(keys, v_s, S, D, WIDTH)
             k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
             v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
-            log_match, log_pass = logs_of_stick(q, k, keys, position, scale, PRECISION)
-            p = tl.exp2(log_match + sum_later(log_pass, later, PRECISION) + rest[:, None])
-            y = tl.dot(p.to(v.dtype), v, y, input_precision=PRECISION)
+            log_match, log_pass = logs_of_stick(q, k, keys, position, scale)
+            p = tl.exp2(log_match + sum_later(log_pass, later) + rest[:, None])
+            y = tl.dot(p.to(v.dtype), v, y)
             lives = rest > DEAD
             oldest = tl.where(lives, tile, oldest)
             rest += tl.where(lives, tl.sum(log_pass, 1), 0.0)
@@ -137,8 +136,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first
 def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, dk_ptr, dv_ptr,
                     M, S, first, scale, dz_scale, k_b, k_s, k_h, v_b, v_s, v_h,
                     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                    TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr,
-                    PRECISION: tl.constexpr):
+                    TILE_M: tl.constexpr, TILE_S: tl.constexpr, SUMS: tl.constexpr):
     b = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -166,16 +164,16 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
         v_at, v_exists = place(keys, v_s, S, D, WIDTH)
         k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
         v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
-        log_match, log_pass = logs_of_stick(q, k, keys, position, scale, PRECISION)
+        log_match, log_pass = logs_of_stick(q, k, keys, position, scale)
         rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)   # as it was before this tile
-        p = tl.exp2(log_match + sum_later(log_pass, later, PRECISION) + rest[:, None])
-        g = p * tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-        g_older = tl.dot(g.to(q.dtype), older, input_precision=PRECISION) + g_sum[:, None]
+        p = tl.exp2(log_match + sum_later(log_pass, later) + rest[:, None])
+        g = p * tl.dot(dy, tl.trans(v))
+        g_older = tl.dot(g.to(q.dtype), older) + g_sum[:, None]
         g_sum += tl.sum(g, 1)
         dz = ((g - tl.exp2(log_match) * (g + g_older)) * dz_scale).to(q.dtype)
-        dq = tl.dot(dz, k, dq, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(dz), q, input_precision=PRECISION)
-        dv = tl.dot(tl.trans(p.to(q.dtype)), dy, input_precision=PRECISION)
+        dq = tl.dot(dz, k, dq)
+        dk = tl.dot(tl.trans(dz), q)
+        dv = tl.dot(tl.trans(p.to(q.dtype)), dy)
         d_at, _ = place(keys, H * D, S, D, WIDTH)
         tl.atomic_add(dk_ptr + d_at, dk, mask=k_exists, sem='relaxed')
         tl.atomic_add(dv_ptr + d_at, dv, mask=v_exists, sem='relaxed')
@@ -191,19 +189,17 @@ def launch(kernel, tensors, scales, q, k, v):
     TILE_S, *both = TILES[bits, 64 if D <= 64 else 128]
     TILE_M, warps, stages = both[kernel is backward_kernel]
     sums = tl.float16 if bits == 16 else tl.float32
-    precision = 'tf32'                                   # of float32 only
-    if torch.get_float32_matmul_precision() == 'highest':
-        precision = 'ieee'
     grid = (B * H, triton.cdiv(T * K, TILE_M))
     with torch.cuda.device_of(q):                        # Triton takes the current GPU
         kernel[grid](*tensors, T * K, S, S - T, *scales, *k.stride()[:3], *v.stride()[:3],
                      H=H, K=K, D=D, WIDTH=max(16, triton.next_power_of_2(D)),
-                     TILE_M=TILE_M, TILE_S=TILE_S, SUMS=sums, PRECISION=precision,
+                     TILE_M=TILE_M, TILE_S=TILE_S, SUMS=sums,
                      num_warps=warps, num_stages=stages)
 
 
 @torch.library.custom_op('nanopaths::stick_breaking', mutates_args=())
 def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = q.contiguous()
     y, rest, oldest = make_outputs(q, k, v)
     scale = math.log2(math.e) / math.sqrt(q.size(-1))
     launch(forward_kernel, (q, k, v, y, rest, oldest), (scale,), q, k, v)
@@ -221,6 +217,7 @@ def make_outputs(q, k, v):
 def backward(q: Tensor, k: Tensor, v: Tensor, rest: Tensor, oldest: Tensor,
              dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     D = q.size(-1)
+    q = q.contiguous()
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
     scales = (math.log2(math.e) / math.sqrt(D), 1 / math.sqrt(D))
@@ -247,16 +244,23 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 # ---- What moduleformer.py calls ------------------------------------------------------------------
 
+@torch.compiler.assume_constant_result                   # torch.compile need not look into it
+def known_dtypes():
+    if torch.get_float32_matmul_precision() == 'highest':
+        return [torch.bfloat16, torch.float16]
+    return [torch.bfloat16, torch.float16, torch.float32]
+
+
 def runs(q, k, v):
-    """Whether the kernels take these tensors. Of wider heads, no tile would fit into registers."""
-    known = q.is_cuda and torch.version.cuda is not None and q.size(-1) <= 128
-    known = known and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    known = known and q.dtype == k.dtype == v.dtype
-    return known and not torch.are_deterministic_algorithms_enabled()    # see dL/dk above
+    """Whether the kernels take these tensors. Wider heads do not fit into registers; float32 is
+    multiplied as TF32, which torch must allow; dk and dv are not the same twice in their last bits."""
+    known = q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    return q.is_cuda and torch.version.cuda is not None and known and not repeatable
 
 
 def stick_breaking(q, k, v):
     """q (B, H, T, K, D): K queries for each of T tokens; k, v (B, H, S, D) -> (B, H, T, K, D)."""
     k, v = (x.transpose(1, 2) for x in (k, v))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    return forward(q.permute(0, 2, 3, 1, 4).contiguous(), k, v)[0].permute(0, 3, 1, 2, 4)
+    return forward(q.permute(0, 2, 3, 1, 4), k, v)[0].permute(0, 3, 1, 2, 4)
