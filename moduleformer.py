@@ -43,7 +43,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 try:
-    from kernels import runs, stick_breaking as fused    # StickBreaking as one kernel, on a GPU
+    from stick_kernels import runs, stick_breaking as fused      # one kernel each way, on a GPU
 except ImportError:                                      # without Triton, or this file copied alone
     runs = lambda q, k, v: False
 
