@@ -1,5 +1,5 @@
-"""stick_kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64): outputs
-and gradients. On a GPU; and by Triton's interpreter, where Triton can be imported."""
+"""stick_kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64):
+outputs and gradients. On a GPU; and by Triton's interpreter, where Triton can be imported."""
 
 import importlib.util
 import os

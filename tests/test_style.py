@@ -13,7 +13,7 @@ from conftest import ROOT
 MODELS = ['papaformer', 'moep', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth']
 SCRIPTS = ['lora', 'train', 'prepare', 'eval_blimp', 'finetune', 'sample']
 OPTIONAL = ['stick_kernels']                             # a model runs without it, only slower
-LIMITS = dict(train=300, prepare=400, moduleformer=550, stick_kernels=300)  # lines; others at the top have 450
+LIMITS = dict(train=300, prepare=400, moduleformer=550, stick_kernels=300)       # lines; the others: 450
 PLUMBING = sorted(ROOT.glob('plumbing/*.py'))
 TOOLS = sorted(ROOT.glob('tools/*.py'))
 TOP = sorted(ROOT.glob('*.py'))
