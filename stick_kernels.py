@@ -69,7 +69,7 @@ def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def logs_of_stick(q, k, keys, position, scale):
     """log2 of sigmoid(z) and of 1 - sigmoid(z). A key after the query has sigmoid(z) = 0."""
-    z = tl.dot(q, tl.trans(k)) * scale        # scale makes it base 2
+    z = tl.dot(q, tl.trans(k)) * scale                                   # scale makes it base 2
     z = tl.where(keys[None, :] <= position[:, None], z, -float('inf'))
     small = tl.log2(1 + tl.exp2(-tl.abs(z)))                             # never overflows
     return tl.minimum(z, 0) - small, -tl.maximum(z, 0) - small
