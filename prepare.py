@@ -103,6 +103,8 @@ def find_files(inputs):
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
+        if given.is_file() and re.search(r'\.(tar|tgz|zip)\b', given.name.lower()):
+            raise UserError(f'{given} is an archive: unpack it, and give the folder')
         inside = sorted(p for p in given.rglob('*') if p.is_file()) if given.is_dir() else [given]
         known = r'\.(txt|jsonl|train|dev|test|xml)(\.gz|\.xz|\.bz2)?$'
         paths = [path for path in inside if path == given or re.search(known, path.name.lower())]
@@ -333,15 +335,15 @@ def read_arguments(argv):
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
     parser.add_argument('--out', default='data', help='where data sets go (default data)')
-    parser.add_argument('--vocab_size', type=int, help='train a BPE of this size (default 16384)')
+    parser.add_argument('--vocab_size', type=between(257, 65536),
+                        help='train a BPE of this size (default 16384)')
     parser.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
-    number = between(1, 255)
     form = parser.add_mutually_exclusive_group()
     form.add_argument('--chunks', action='store_true', help='symbols for the byte-level model')
-    parser.add_argument('--byte_limit', type=number, default=12, help='bytes in a chunk (default 12)')
-    form.add_argument('--sentences', type=number, nargs='?', const=32, metavar='N',
+    parser.add_argument('--byte_limit', type=between(1, 255), default=12, help='bytes of a chunk (12)')
+    form.add_argument('--sentences', type=between(1, 255), nargs='?', const=32, metavar='N',
                       help='sentences of up to N tokens (default 32) as chunks: next thoughts')
-    form.add_argument('--pauses', type=number, metavar='N', help='N pause tokens after the first line')
+    form.add_argument('--pauses', type=between(1, 255), metavar='N', help='N pauses after the first line')
     parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
@@ -363,8 +365,6 @@ def read_arguments(argv):
         raise UserError('--input is missing: files or folders with .txt or .jsonl text')
     if args.tokenizer and args.vocab_size:
         raise UserError('--vocab_size trains a tokenizer, --tokenizer names one: give one')
-    if args.vocab_size is not None and not 257 <= args.vocab_size <= 65536:
-        raise UserError(f'--vocab_size {args.vocab_size}: 257 to 65,536 are possible')
     if not 0 < args.val_fraction < 1:
         raise UserError(f'--val_fraction {args.val_fraction}: between 0 and 1, as 0.01')
     return args

@@ -198,7 +198,8 @@ def main():
         model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
     pays = machine.cuda and max_iters >= 200             # compiling takes half a minute
     compiles = s.compile or (s.compile is None and pays)
-    trained = replicate(compile_model(model) if compiles else model, s, machine)
+    long = max_iters >= 50_000                           # then it pays to compile all as one
+    trained = replicate(compile_model(model, whole=long) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
     if compiles:

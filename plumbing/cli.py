@@ -60,7 +60,7 @@ def between(low, high, kind=int):
     def number(text):
         value = kind(text)
         if not low <= value <= high:                     # nan is in no range
-            raise argparse.ArgumentTypeError(f'{text} is not between {low} and {high}')
+            raise argparse.ArgumentTypeError(f'{text} is not between {low:,} and {high:,}')
         return value
     return number
 

@@ -202,6 +202,10 @@ def test_compressed_and_folders(tmp_path, capsys):
     assert [text for _, path in found for text in read(path)] == ['plain', 'zipped', 'squeezed', 'deep']
     assert find_files([folder / 'sub' / 'more.md']) == [('train', folder / 'sub' / 'more.md')]
     assert 'more.md is read as plain text' in capsys.readouterr().out
+    for name in ('a.tar.xz', 'a.tgz', 'a.ZIP'):          # not read as if it were one long text
+        (folder / name).write_bytes(b'x')
+        with pytest.raises(UserError, match='is an archive: unpack it'):
+            find_files([folder / name])
 
 
 @pytest.mark.parametrize('names, expected', [
