@@ -23,7 +23,7 @@ CACHED = {f'torch.amp.autocast_mode.{name}': '1' for name in ('_enter_autocast',
 def compile_model(model, whole=False):
     """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
-    As a whole, compiling takes two to three times as long, and a step 4 to 5% less (docs/speed.md).
+    As a whole, compiling takes longer, and a step up to 5% less (docs/speed.md).
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
     complex_rope = 'Torchinductor does not support code generation for complex'
     warnings.filterwarnings('ignore', complex_rope)
