@@ -6,6 +6,7 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/paper/moep.py --sweep n_block=2,4,8,16    # cost against size
     python -m tools.bench config/moduleformer.py --generate 512            # decoding, cached or not
     python -m tools.bench config/moduleformer.py --prefill --dense         # reading a long prompt
+    python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
 without parallel layers) of as many parameters. Training takes 6 FLOPs per token for each active
@@ -21,21 +22,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moep import MoEP, MoEPConfig
+from moep import MoEP
 from plumbing.cli import Parser, UserError, check_writable, run_main, short, write_json
 from plumbing.data import Data
 from plumbing.machine import Machine, Replay
 from plumbing.models import make_config
 from plumbing.settings import read_settings
+from tools.bench_others import dense_like, nanogpt_like, nanogpt_step
 from train import compile_model, make_optimizer, train_step
 
 ATTENTION = dict(      # the width of a token's query heads in all layers; add your model's here
+    nanogpt_model=lambda c: c.n_layer * c.n_embd,
     moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
     papaformer=lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
     moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
     selfmoe=lambda c: c.n_layer * c.n_embd,
     stlm=lambda c: c.n_layer * c.n_embd,
     stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
+DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 
 
 def seconds(work, machine, repeat=5, at_least=0.2):
@@ -65,7 +69,6 @@ def matrix_rate(machine):
 
 class RandomTokens(Data):
     """Chunks of random tokens, at random places."""
-
     def __init__(self, vocab_size, rows, T, device):
         self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
         self.rows = rows
@@ -78,17 +81,19 @@ class RandomTokens(Data):
 
 
 def training(model, s, T, machine):
-    """One training step after another, as train.py takes them."""
+    """One training step after another: train.py's own, or nanoGPT's."""
     s = replace(s, memory=0)
     rows = s.batch_size * s.gradient_accumulation_steps
-    optimizer = make_optimizer(model, s, machine)
     data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
-    trained = model.train()
-    if s.compile or (s.compile is None and machine.cuda):
-        trained = compile_model(model)
-    replay = Replay(lambda starts: train_step(trained, optimizer, data, starts, None, s, machine),
-                    machine, s.graph)
-    step = lambda: replay(data.next_starts())
+    if hasattr(model, 'configure_optimizers'):
+        step = nanogpt_step(model, data, s, machine)
+    else:
+        optimizer = make_optimizer(model, s, machine)
+        compiles = s.compile or (s.compile is None and machine.cuda)
+        trained = compile_model(model.train()) if compiles else model.train()
+        take_step = lambda starts: train_step(trained, optimizer, data, starts, None, s, machine)
+        replay = Replay(take_step, machine, s.graph)
+        step = lambda: replay(data.next_starts())
     step()                                               # compiles, and allocates AdamW's state
     if machine.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -150,18 +155,6 @@ def measure(model, name, s, T, args, machine, rate):
                 flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
 
 
-def dense_like(model, T):
-    """A GPT-2 of as many parameters, as near as layers and a width of whole heads come to it."""
-    total = model.count_params()[0]
-    V = model.config.vocab_size
-    size = lambda L, D: V * D + T * D + L * (12 * D * D + 13 * D) + 2 * D
-    head = 64 if total > 5e6 else 16                     # the width of one
-    shapes = [(L, D) for L in range(2, 49) for D in range(head, 4097, head) if 16 <= D / L <= 128]
-    L, D = min(shapes, key=lambda shape: abs(size(*shape) - total))
-    return MoEPConfig(vocab_size=V, block_size=T, n_layer=L, n_embd=D, n_head=D // head, n_parallel=0,
-                      dropout=getattr(model.config, 'dropout', 0.0))
-
-
 def variants(args, extra):
     """(name, settings, model file, its keys, T) for every config and every value of --sweep."""
     key, _, values = (args.sweep or '').partition('=')
@@ -202,6 +195,7 @@ def read_arguments():
     parser.add_argument('configs', nargs='+', help='config files')
     parser.add_argument('--batch_size', type=int, nargs='+', help="the config's own if not given")
     parser.add_argument('--dense', action='store_true', help='add a GPT-2 of the same size to each')
+    parser.add_argument('--nanogpt', metavar='PATH', help='a checkout: beside each GPT-2')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these values')
     parser.add_argument('--generate', type=int, metavar='N', help='decode N tokens instead')
     parser.add_argument('--prefill', action='store_true', help='read 32 x 1,024 tokens instead')
@@ -210,6 +204,8 @@ def read_arguments():
     args, extra = parser.parse_known_args()
     if min(args.vocab_size, args.generate or 1, *args.batch_size or [1]) < 1:
         raise UserError('batch_size, generate and vocab_size must be at least 1')
+    if args.nanogpt and (args.generate or args.prefill or not Path(args.nanogpt, 'model.py').is_file()):
+        raise UserError('--nanogpt measures training, and takes the folder of a checkout, with model.py')
     check_writable(args.json)
     if args.sweep and not args.sweep.partition('=')[2]:
         raise UserError(f'--sweep {args.sweep}: a setting and its values are needed, as n_block=2,4,8')
@@ -219,29 +215,32 @@ def read_arguments():
 def main():
     args, extra = read_arguments()
     planned = list(variants(args, extra))
-    first = planned[0][1]
-    machine = Machine(first.device, first.dtype)
+    machine = Machine(planned[0][1].device, planned[0][1].dtype)
     rate = matrix_rate(machine)
     uncached = '  no cache  ratio' if args.generate else ''
-    print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product; a '
-          f'vocabulary of {args.vocab_size:,} where a config names none')
+    device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
+    sheet = next((f' (data sheet: {DATA_SHEET[name]})' for name in DATA_SHEET if name in device), '')
+    print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product{sheet}; '
+          f'a vocabulary of {args.vocab_size:,} where a config names none')
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
+
+    def add(name, model, s, T):
+        rows.append(measure(model, name, s, T, args, machine, rate))
+        show(rows[-1])
     for name, s, module, keys, T in planned:
         for batch_size in args.batch_size or [s.batch_size]:
             s.batch_size = batch_size
             torch.manual_seed(s.seed)
             model = module.Model(make_config(module, keys))
-            rows.append(measure(model, name, s, T, args, machine, rate))
-            show(rows[-1])
+            add(name, model, s, T)
             if args.dense:
                 model = MoEP(dense_like(model, T))       # the other one gives its memory back
-                plain = replace(s, aux_weights={})
-                rows.append(measure(model, '  GPT-2 of that size', plain, T, args, machine, rate))
-                show(rows[-1])
+                add('  GPT-2 of that size', model, replace(s, aux_weights={}), T)
+            if args.nanogpt and isinstance(model, MoEP) and not model.config.n_parallel:
+                add('  nanoGPT', nanogpt_like(args.nanogpt, model.config), s, T)
     if args.json:
-        device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
         write_json(args.json, dict(device=device, dtype=str(machine.dtype), torch=torch.__version__,
                                    matrix_rate=rate, rows=rows))
 

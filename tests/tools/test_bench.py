@@ -104,6 +104,40 @@ def test_sweeps_and_batch_sizes(measured):
     assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
 
 
+NANOGPT = """
+import torch.nn as nn, torch.nn.functional as F, torch, dataclasses
+@dataclasses.dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(config.vocab_size, config.n_embd),
+                                              wpe=nn.Embedding(config.block_size, config.n_embd)))
+        print('number of parameters')
+    def configure_optimizers(self, decay, rate, betas, device):
+        self.optimizer = torch.optim.AdamW(self.parameters(), rate, betas, weight_decay=decay)
+        return self.optimizer
+    def forward(self, x, y):
+        logits = self.transformer.wte(x) @ self.transformer.wte.weight.T
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""                                                      # what bench needs of nanoGPT's model.py
+
+
+def test_nanogpt(measured, tmp_path):
+    """Beside a GPT-2 of ours, and the one of --dense, a nanoGPT of the same sizes; not beside a MoEP."""
+    (tmp_path / 'model.py').write_text(NANOGPT)
+    args = ['--vocab_size=64', '--block_size=16', '--batch_size=2', f'--nanogpt={tmp_path}']
+    found = measured('config/gpt2.py', 'config/moep.py', *args)
+    assert [row['name'].strip() for row in found['rows']] == ['gpt2', 'nanoGPT', 'moep']
+    ours, theirs, _ = found['rows']
+    width = 2 * (ours['total'] - ours['active']) // 32   # of the table of positions, 16 x width
+    assert theirs['total'] - theirs['active'] == ours['total'] - ours['active']
+    assert theirs['total'] == (64 + 16) * width and theirs['rows'] == 2
+    assert 'number of parameters' not in found['printed']
+
+
 @pytest.mark.parametrize('name', ['papaformer', 'moduleformer', 'selfmoe', 'stlm'])
 def test_every_model(measured, name):
     args = ['--vocab_size=64', '--block_size=16', '--batch_size=1']
@@ -127,6 +161,7 @@ def test_generation_and_prefill(measured):
     (['config/moep.py', '--json=/none/b.json'], 'be written'),
     (['config/moep.py', '--sweep=n_block'], 'n_block=2,4,8'),
     (['config/moep.py', '--batch_size=0'], 'at least 1'),
+    (['config/gpt2.py', '--nanogpt=config'], 'the folder of a checkout'),
     (['config/nothing.py'], 'nothing.py'),
     (['config/moep.py', '--sweep=n_block=1', '--vocab_size=64'], 'top_k')])
 def test_mistakes(run, args, message):
