@@ -41,7 +41,7 @@ def compile_model(model, whole=False):
         if kind not in forwards:
             forwards[kind] = apart(compiled(kind.forward))
         layer.forward = types.MethodType(forwards[kind], layer)
-    return compiled(twin)
+    return compiled(twin.train())
 
 
 def apart(compiled):

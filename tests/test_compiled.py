@@ -48,8 +48,10 @@ def test_twin_is_model(name, compilations):
     keys = dict(TINY, **keys)
     if 'dropout' in module.Config.__dataclass_fields__:
         keys['dropout'] = 0.0
-    model = module.Model(module.Config(**keys)).train()
+    model = module.Model(module.Config(**keys)).eval()   # as an evaluation leaves it for a moment
     twin = compiled.compile_model(model)
+    assert all(part.training for part in twin.modules())
+    model.train()
     assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
     ids = torch.randint(50, (2, 16))
     found = []
