@@ -160,12 +160,12 @@ class Router(nn.Module):
 
 class AttentionModules(nn.Module):
     """Mixture of attention heads: modules have their own queries, but share keys and values."""
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, router):
         super().__init__()
         self.config = c = config
         self.layer = layer
         n = c.per_layer(c.n_att)[layer]
-        self.router = Router(n, c.new_att, c)
+        self.router = router(n, c.new_att, c)
         self.q = Stack(n, c.new_att, c.n_embd, c.d_att)
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
         self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=False)
@@ -186,8 +186,7 @@ class AttentionModules(nn.Module):
         return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
-        """(B, H, S, d) each. A cache, one (k, v) per layer, is read and extended. As memory of the last
-        segment (section 3.2) train.py detaches it: no gradient flows back."""
+        """(B, H, S, d) each. A cache is read and extended. As memory (section 3.2) it is detached."""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v)]
         if cache is not None:
@@ -202,10 +201,10 @@ class AttentionModules(nn.Module):
 
 class FFNModules(nn.Module):
     """Sparse mixture of D -> d_ffd -> D experts. No token is dropped, however many choose one."""
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, router):
         super().__init__()
         n = config.per_layer(config.n_ffd)[layer]
-        self.router = Router(n, config.new_ffd, config)
+        self.router = router(n, config.new_ffd, config)
         self.fc = Stack(n, config.new_ffd, config.n_embd, config.d_ffd)
         self.down = Stack(n, config.new_ffd, config.d_ffd, config.n_embd)
 
@@ -223,10 +222,10 @@ class FFNModules(nn.Module):
 
 class Block(nn.Module):
     """Both pools read the residual stream through a LayerNorm, and add to it."""
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, router):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.att, self.ffd = AttentionModules(config, layer), FFNModules(config, layer)
+        self.att, self.ffd = AttentionModules(config, layer, router), FFNModules(config, layer, router)
 
     def forward(self, x, cache):
         y, att_losses = self.att(self.ln_1(x), cache)
@@ -236,11 +235,12 @@ class Block(nn.Module):
 
 
 class ModuleFormer(nn.Module):
+    router = Router                                      # arena/ has others: docs/routers.md
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(c, i, self.router) for i in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()

@@ -1,8 +1,7 @@
 """
 MoEP (Tapaninaho 2025, "MoEP: Modular Expert Paths for Sample-Efficient Language Modeling").
 
-A GPT-2 whose middle layers are split into small blocks. A full-width block stands at each end.
-Between them the width is halved, and every layer has P small blocks, of which a token takes K:
+A GPT-2 whose middle layers have half the width and P small blocks each, of which a token takes K:
 
     Layer Block -> MoE shrink -> [Parallel Layer: P small blocks] x N -> MoE grow -> Layer Block
 
@@ -77,6 +76,7 @@ class Router(nn.Module):
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
+        self.n_choices = n_choices
         self.linear = nn.Linear(d, n_choices, bias=False)
 
     def forward(self, x_ND):
@@ -96,7 +96,7 @@ class Router(nn.Module):
         p_E = prob_NE.mean(0)                           # "average routing probability over a batch"
         if self.config.balance == 'switch':             # E sum f_i p_i: from 1 (balanced) to E/K
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
-            f_E = chosen_NE.mean(0) / self.config.top_k  # share of all N*K picks, no gradient
+            f_E = chosen_NE.mean(0) / choice_NK.size(1)  # share of all N*K picks, no gradient
             return len(p_E) * (f_E * p_E).sum()
         negative_entropy = (p_E * p_E.clamp(min=1e-9).log()).sum()
         return negative_entropy if self.config.balance == 'entropy' else -negative_entropy
@@ -105,14 +105,13 @@ class Router(nn.Module):
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
         out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
-    A block returns x plus what its attention and its FFN add. Since the gates sum to 1, the layer
-    returns x plus the gated sum of what the chosen blocks add."""
-    def __init__(self, config, layer):
+    A block returns x plus what it adds; the gates sum to 1. So this is x plus a gated sum of that."""
+    def __init__(self, config, layer, router=Router):
         super().__init__()
         P, D = config.n_block, config.n_embd_parallel
         self.config = config
         self.layer = layer
-        self.router = Router(D, P, config)
+        self.router = router(D, P, config)
         # The P blocks are stacked. train.py does not decay what is named ...gain or ...bias.
         self.ln_1_gain, self.ln_1_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.ln_2_gain, self.ln_2_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
@@ -156,11 +155,11 @@ def linear_stack(n, d_in, d_out):
 
 class MoE(nn.Module):
     """Shrink or grow (section 3.3): K of E linear or SwiGLU experts map a token to another width."""
-    def __init__(self, d_in, d_out, config):
+    def __init__(self, d_in, d_out, config, router=Router):
         super().__init__()
         E = config.n_expert
         self.swiglu = config.swiglu
-        self.router = Router(d_in, E, config)
+        self.router = router(d_in, E, config)
         if self.swiglu:
             self.fc, self.fc_bias = linear_stack(E, d_in, 2 * config.expert_hidden)
             d_in = config.expert_hidden
@@ -226,6 +225,7 @@ class Block(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class MoEP(nn.Module):
+    router = Router                                      # arena/ has others: docs/routers.md
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -234,11 +234,11 @@ class MoEP(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.first = nn.ModuleList(Block(c, i) for i in range(before))
-        self.parallel = nn.ModuleList(ParallelLayer(c, before + i) for i in range(c.n_parallel))
+        self.parallel = nn.ModuleList(ParallelLayer(c, before + i, self.router) for i in range(c.n_parallel))
         self.last = nn.ModuleList(Block(c, c.n_parallel + i) for i in range(before, c.n_layer))
         if c.n_parallel:
-            self.shrink = MoE(c.n_embd, c.n_embd_parallel, c)
-            self.grow = MoE(c.n_embd_parallel, c.n_embd, c)
+            self.shrink = MoE(c.n_embd, c.n_embd_parallel, c, self.router)
+            self.grow = MoE(c.n_embd_parallel, c.n_embd, c, self.router)
         self.ln_f = nn.LayerNorm(c.n_embd)
         self.init_weights()
 
@@ -319,7 +319,7 @@ class MoEP(nn.Module):
                 if isinstance(module, Router):
                     def record(router, _, output, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, _ = output
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), len(router.linear.weight))
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)

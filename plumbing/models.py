@@ -1,6 +1,6 @@
 """
 Model files: found by name, made from their keys, and sketched without weights. Only files beside
-train.py are ever imported, whatever a config or a checkpoint names.
+train.py and in arena/ are ever imported, whatever a config or a checkpoint names.
 """
 
 import difflib
@@ -17,14 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent            # where the model files
 
 
 def import_model(name):
-    """The module of a model file: one beside train.py that ends with `Config, Model = ...`."""
+    """The module of a model file, NAME or arena.NAME: one that ends with `Config, Model = ...`."""
     mark = '\nConfig, Model ='
-    names = [p.stem for p in ROOT.glob('*.py') if mark in p.read_text(encoding='utf-8')]
+    files = {p.stem: p for p in sorted(ROOT.glob('*.py'))}
+    files |= {f'arena.{p.stem}': p for p in sorted(ROOT.glob('arena/*.py'))}
+    names = [each for each, p in files.items() if mark in p.read_text(encoding='utf-8')]
     if name in names:
         return importlib.import_module(name)
-    if (ROOT / f'{name}.py').exists():
+    if name in files:
         raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
-    raise UserError(f"there is no model file {name}.py; there are: {', '.join(sorted(names))}")
+    raise UserError(f"there is no model file {name}.py; there are: {', '.join(names)}")
 
 
 def make_config(module, keys):
@@ -80,7 +82,7 @@ def build(module, keys, device, adapt=lambda model: model):
 def explain(error):
     """What a model file raises on purpose, in its own words; a bug in it, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent == ROOT]
+    own = [frame for frame in frames if Path(frame.filename).parent in (ROOT, ROOT / 'arena')]
     if not own or (own[-1] is frames[-1] and own[-1].line.startswith('raise')):
         return str(error)
     return f'{Path(own[-1].filename).name}:{own[-1].lineno}: {type(error).__name__}: {error}'

@@ -1,0 +1,60 @@
+"""
+Balance without a loss: MoEP whose router adds a bias to the scores, for the choice alone.
+
+    s_i = sigmoid(w_i x)          a token takes the K largest of s_i + b_i
+    gate_i = s_i / (sum of s over its K): b has no part in it
+    after each step:  b_i += 0.001 * sign(mean load - load_i), load_i being the tokens that took i
+
+A balance loss also pulls at the weights that the text trains. A bias has no gradient: it only shifts
+who is chosen. The balance loss is returned to be logged: give it no weight in the config.
+Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"; DeepSeek-AI
+2024, "DeepSeek-V3 Technical Report", Eq. 16. They add a very small balance loss per sequence.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from arena.sigmoid import SigmoidRouter
+from moep import MoEP, MoEPConfig
+
+
+class LoadBias(nn.Module):
+    """Chooses K of the scores. Its state: buffers, for checkpoints; changed in place, for CUDA graphs."""
+    def __init__(self, n_choices, weight):
+        super().__init__()
+        self.register_buffer('b', torch.zeros(n_choices))
+        self.register_buffer('load', torch.zeros(n_choices, dtype=torch.long))
+        self.register_buffer('seen', torch.zeros_like(weight))
+
+    @torch.no_grad()
+    def forward(self, score_NE, top_k, weight):
+        if self.training:       # One step may take several passes. A new one began if the weight moved.
+            stepped = (weight != self.seen).any()
+            missing_E = self.load.sum() - len(self.load) * self.load    # positive: below the mean
+            self.b.add_((stepped * missing_E.sign()).to(self.b.dtype), alpha=0.001)
+            self.load.mul_(~stepped)
+            self.seen.copy_(weight)
+        choice_NK = (score_NE + self.b).argsort(descending=True, stable=True)[:, :top_k]
+        if self.training:
+            load_E = torch.zeros_like(score_NE).scatter(1, choice_NK, 1.0).sum(0, dtype=torch.long)
+            if dist.is_available() and dist.is_initialized():
+                dist.all_reduce(load_E)                  # the batch is that of all processes
+            self.load.add_(load_E)
+        return choice_NK
+
+
+class BiasRouter(SigmoidRouter):
+    def __init__(self, d, n_choices, config):
+        super().__init__(d, n_choices, config)
+        self.bias = LoadBias(n_choices, self.linear.weight)
+
+    def choose(self, score_NE):
+        return self.bias(score_NE.sigmoid(), self.config.top_k, self.linear.weight)
+
+
+class BiasMoEP(MoEP):
+    router = BiasRouter
+
+
+Config, Model = MoEPConfig, BiasMoEP                     # what train.py looks for
