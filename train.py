@@ -33,6 +33,7 @@ from plumbing.compiled import announce, compile_model
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder, check_resume
 from plumbing.machine import Machine, Replay
+from plumbing.muon import Muon, split_groups
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
 from plumbing.shard import replicate, scale, whole_tensor
@@ -69,7 +70,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
 # ---- Optimiser and schedules -----------------------------------------------------------------------
 
 def make_optimizer(model, s, machine):
-    """AdamW, with weight decay on matrices only. Stacked vectors are known by ...gain and ...bias."""
+    """AdamW or Muon. Weight decay is for matrices; stacked vectors are known by ...gain and ...bias."""
     matrices, vectors = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -78,8 +79,11 @@ def make_optimizer(model, s, machine):
     groups = [dict(params=matrices, weight_decay=s.weight_decay),
               dict(params=vectors, weight_decay=0.0)]
     lr = torch.tensor(s.learning_rate, device=machine.device) if machine.cuda else s.learning_rate
-    return torch.optim.AdamW(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
-                             capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
+    kind = torch.optim.AdamW
+    if s.optimizer == 'muon':
+        kind, groups = Muon, split_groups(groups, model, s.muon_rate)
+    return kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
+                capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
 
 
 def set_rate(optimizer, lr):

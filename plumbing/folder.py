@@ -49,7 +49,7 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
         if key in fixed:
             raise UserError(f'{s.out_dir} reads its data with {key} = {before!r}, not {value!r}: '
                             'resume with the same, or start a new run from it with --init_from')
-        if key in ('init_from', 'surgery', 'surgery_args'):
+        if key in ('init_from', 'surgery', 'surgery_args', 'optimizer'):
             raise UserError(f'{s.out_dir} started with {key} = {before!r}, not {value!r}: '
                             'resume with the same')
         machine.say(f'resume    {key} was {before!r}, is now {value!r}')
@@ -239,10 +239,12 @@ def load_optimizer(optimizer, saved):
     """The moments are the checkpoint's, the settings today's. torch would load moments of any shape,
     and crash in the step."""
     now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
-    weights = [p for group in optimizer.param_groups for p in group['params']]
+    weights = [(p, group) for group in optimizer.param_groups for p in group['params']]
     state = {}
     for i, moments in saved['state'].items():
-        state[i] = {name: rows_like(moments[name], weights[i]) for name in ('exp_avg', 'exp_avg_sq')}
+        p, group = weights[i]
+        names = ('exp_avg',) if 'muon' in group else ('exp_avg', 'exp_avg_sq')
+        state[i] = {name: rows_like(moments[name], p) for name in names}
         state[i]['step'] = moments['step'].clone().reshape(())
     optimizer.load_state_dict(dict(saved, state=state))
     for group, settings in zip(optimizer.param_groups, now):

@@ -21,6 +21,7 @@ from plumbing.cli import NANOGPT, UserError, short
 from plumbing.models import ROOT, import_model
 
 SCHEDULES = ('cosine', 'linear', 'constant')
+OPTIMIZERS = ('adamw', 'muon')
 DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
 
 
@@ -43,7 +44,9 @@ class Settings:
     batch_size: int = 16                   # chunks per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
     # optimiser
+    optimizer: str = 'adamw'               # adamw | muon: plumbing/muon.py
     learning_rate: float = 1e-3            # of AdamW, at its highest
+    muon_rate: float = 10.0                # of Muon, in multiples of AdamW's
     min_lr: float = 0.0                    # where cosine and linear end
     schedule: str = 'cosine'               # cosine | linear | constant, all after the warm-up
     warmup_iters: int = 0                  # steps of linear warm-up
@@ -129,7 +132,8 @@ def check_ranges(s):
         raise UserError('checkpoint_words: two of them are too close to have files of their own')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
-    for key, names in (('schedule', SCHEDULES), ('dropout_schedule', DROPOUT_SCHEDULES)):
+    choices = dict(optimizer=OPTIMIZERS, schedule=SCHEDULES, dropout_schedule=DROPOUT_SCHEDULES)
+    for key, names in choices.items():
         if getattr(s, key) not in names:
             raise UserError(f"{key} is '{getattr(s, key)}'; it can be {', '.join(names)}")
     if s.beta1 >= 1 or s.beta2 >= 1:
@@ -142,6 +146,8 @@ def check_ranges(s):
         raise UserError('resume goes on with a run, overwrite starts it anew: choose one')
     if s.compile and (s.shard or s.checkpoint_activations):
         raise UserError('shard and checkpoint_activations do not go with compile: remove it')
+    if s.shard and s.optimizer == 'muon':
+        raise UserError('muon needs whole matrices: train with optimizer=adamw, or without shard')
     if s.surgery_args and not s.surgery:
         raise UserError('surgery_args without a surgery')
 

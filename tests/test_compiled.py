@@ -11,6 +11,7 @@ import papaformer
 import selfmoe
 import stlm
 import stlm_depth
+import strong
 from plumbing import compiled
 
 TINY = dict(vocab_size=50, block_size=16, n_head=2, n_embd=16)
@@ -22,7 +23,8 @@ MODELS = dict(
     moduleformer=(moduleformer, dict(n_layer=5, n_att=4, d_att=16, n_ffd=4, d_ffd=16, d_router=8)),
     selfmoe=(selfmoe, dict(n_layer=5, n_kv_head=1)),
     stlm=(stlm, dict(n_layer=5, n_kv_head=1, ffn_hidden=16, share='all', lora_rank=2)),
-    stlm_depth=(stlm_depth, dict(n_layer=6, n_kv_head=1, ffn_hidden=16, capacity=0.25)))
+    stlm_depth=(stlm_depth, dict(n_layer=6, n_kv_head=1, ffn_hidden=16, capacity=0.25)),
+    strong=(strong, dict(n_layer=5, n_expert=4, top_k=2, head_gate=True)))
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_twin_is_model(name, compilations):
     assert len(compilations) == before                   # nothing new: the model runs as it is
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'moduleformer', 'selfmoe'])
+@pytest.mark.parametrize('name', ['gpt2', 'moduleformer', 'selfmoe', 'strong'])
 def test_each_kind_once(name, compilations):
     """Twice as many layers are not one graph more."""
     module, keys = MODELS[name]

@@ -17,6 +17,7 @@ import moduleformer
 import train
 from moduleformer import (Dispatch, ModuleFormer, ModuleFormerConfig, Router, StickBreaking, absorb_inserted,
                           count_usage, insert_experts, prune_experts, stick_weights)
+from plumbing.settings import Settings
 
 SMALL = dict(vocab_size=37, block_size=8, n_layer=2, n_embd=16, n_att=4, d_att=8, n_head=2, n_ffd=5, d_ffd=12,
              top_k=2, d_router=16, query_block=4)
@@ -754,7 +755,7 @@ def test_inserted_modules_that_nobody_takes_change_nothing(router, changes):
 
 
 def train_20(model, **weights):
-    s = SimpleNamespace(weight_decay=0.1, learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+    s = Settings(learning_rate=1e-2)
     optimizer = train.make_optimizer(model, s, SimpleNamespace(device=torch.device('cpu'), cuda=False))
     x = tokens(4, 8, seed=5)
     for _ in range(20):

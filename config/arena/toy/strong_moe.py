@@ -1,0 +1,20 @@
+"""strong.py with 2 of 8 experts for its FFNs, on the toy stories."""
+model = 'strong'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 3
+n_head = 2
+n_embd = 68
+n_expert = 8
+top_k = 2
+dropout = 0.0
+aux_weights = dict(balance=0.01)
+
+max_iters = 2930               # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,19 @@
+"""The dense model to beat on the toy stories, with Muon for its matrices. In both classes."""
+model = 'strong'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 4
+n_head = 3
+n_embd = 96
+dropout = 0.0
+
+max_iters = 2930               # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+optimizer = 'muon'
+learning_rate = 3e-3            # of the embeddings; not swept yet
+muon_rate = 6.0                 # the matrices': 0.018
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,80 @@
+"""
+Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+
+A matrix moves by its momentum with all singular values set to about 1, so that every direction is
+learned at the same pace. Embeddings, heads, routers and vectors stay with AdamW. Here matrices of a
+shape, and the experts of a stack, are computed as one batch, and the rate may be a tensor: then a
+CUDA graph can replay the step. torch.optim.Muon does neither.
+"""
+
+import math
+
+import torch
+
+MOMENTUM = 0.95
+QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'router'}  # rows of these belong to a token or a choice
+
+
+def split_groups(groups, model, rate):
+    """AdamW's groups, without what Muon takes, and Muon's: `rate` times as fast as the others."""
+    names = {p: name for name, p in model.named_parameters()}
+    hidden = [p for p in groups[0]['params'] if not BY_ADAMW & {*names[p].split('.')}]
+    taken = {*hidden}
+    groups[0]['params'] = [p for p in groups[0]['params'] if p not in taken]
+    return [*groups, dict(groups[0], params=hidden, muon=rate)]
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but in groups that have `muon` the matrices take Muon's step."""
+
+    def step(self):
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if 'muon' not in group]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            if 'muon' in group:
+                self.step_matrices(group)
+
+    @torch.no_grad()
+    def step_matrices(self, group):
+        rate = group['lr'] * group['muon']               # a tensor, if lr is one
+        by_shape = {}
+        for p in group['params']:
+            if p.grad is not None:
+                by_shape.setdefault(p.shape, []).append(p)
+        for shape, matrices in by_shape.items():
+            for p in matrices:
+                if not self.state[p]:                    # AdamW asks every parameter for its step
+                    self.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p))
+            grads = [p.grad for p in matrices]
+            momenta = [self.state[p]['exp_avg'] for p in matrices]
+            torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+            ahead = torch._foreach_lerp(grads, momenta, MOMENTUM)        # Nesterov's
+            update = rate * size_of(shape) * orthogonal(torch.stack(ahead)).to(ahead[0].dtype)
+            torch._foreach_mul_(matrices, 1 - rate * group['weight_decay'])
+            torch._foreach_sub_(matrices, [*update.unbind()])
+
+
+def size_of(shape):
+    """Jordan's: sqrt(max(1, rows / columns)) of a weight (out, in), so that what a map returns changes
+    as much whatever its shape. A stack of experts is (E, in, out)."""
+    d_out, d_in = shape if len(shape) == 2 else shape[:-3:-1]
+    return math.sqrt(max(1, d_out / d_in))
+
+
+def orthogonal(x, steps=5):
+    """U V^T of each matrix x = U S V^T, about: Newton-Schulz turns the singular values, all at once,
+    into numbers between 0.7 and 1.2. In bfloat16 on a GPU, where that is fast."""
+    a, b, c = QUINTIC
+    is_tall = x.size(-2) > x.size(-1)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0
+    if x.is_cuda:
+        x = x.bfloat16()
+    if is_tall:
+        x = x.mT
+    for _ in range(steps):
+        s = x @ x.mT
+        x = a * x + (b * s + c * s @ s) @ x
+    return x.mT if is_tall else x

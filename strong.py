@@ -1,0 +1,409 @@
+"""
+Strong: the plain Transformer of today, to beat; and its routed sibling.
+
+There is no paper behind this file. A routed model that beats a weak GPT-2 proves nothing, so here is
+what small dense models are made of today, after modded-nanogpt (Jordan et al. 2024) and nanochat
+(Karpathy 2025). What differs from GPT-2, each a line or two:
+
+    RMSNorm without gains, on the embeddings, too     rotary positions
+    queries and keys are normed                       ReLU squared in the FFN
+    maps that add to the residual stream start at 0   no biases
+
+With n_expert > 1 every FFN becomes E experts of a smaller width, of which each token takes K
+(fine-grained experts, Dai et al. 2024, "DeepSeekMoE"); all tokens take `n_shared` more. Their width
+makes the arithmetic that of the dense model: (top_k + n_shared) * width = 4 * n_embd.
+
+What to look at first: `Block.forward`, then `Experts.forward`. "Fast paths", the last section, can
+be skipped: where it is used, a comment says in plain code what it computes.
+Measured on the toy stories (0.51M tokens, one seed, a rate of 3e-3): loss 1.229; GPT-2 1.276. The
+best of three rates gives 1.192, Muon 1.162 (docs/strong.md).
+
+Choices, and their reasons:
+- A gain is a vector that the matrix behind it can hold as well. Without gains every parameter is a
+  matrix or an embedding, which suits Muon (`optimizer = 'muon'`, plumbing/muon.py).
+- The embedding is the head, too: apart, the two would be over a third of a model of this size.
+- `head_gate`: a sigmoid of the block's input scales what each head returns, so that a head can be
+  silent (Qiu et al. 2025, "Gated Attention for Large Language Models", its smallest form).
+- `end_of_text`: tokens read nothing of the documents before theirs in the window. The mask costs the
+  fast kernel of causal attention.
+- The gates of a token's K experts sum to 1, and their sum is multiplied by K: if the gates are
+  equal, the K experts add up as the parts of a dense FFN do.
+- At top_k = 1 the gate is always 1: the router learns from the balance loss alone.
+
+Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
+width of a head, E experts, K chosen per token, R = N*K rows sorted by expert, F hidden width.
+"""
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class StrongConfig:
+    vocab_size: int = 16384           # tokens the model knows, end-of-text included
+    block_size: int = 512             # longest context
+    n_layer: int = 12                 # blocks
+    n_head: int = 6                   # attention heads
+    n_embd: int = 384                 # width
+    head_gate: bool = False           # a gate on each attention head
+    end_of_text: int | None = None    # attention stays within documents, which begin with this token
+    n_expert: int = 1                 # E: experts of each FFN; 1: a plain FFN without a router
+    top_k: int = 1                    # K: experts that each token takes
+    n_shared: int = 0                 # experts beside them that every token takes
+    gates: str = 'softmax'            # scores of the experts: softmax | sigmoid
+    dropout: float = 0.1              # on embeddings, attention and both residual branches
+    sparse: bool = True               # False: all E experts for every token, then drop E - K
+
+    def __post_init__(self):
+        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'n_expert'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} = {getattr(self, name)} is too small')
+        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
+            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
+                             'of an even width')
+        if self.end_of_text is not None and not 0 <= self.end_of_text < self.vocab_size:
+            raise ValueError(f'end_of_text = {self.end_of_text} is no token of the vocabulary')
+        if not 1 <= self.top_k <= self.n_expert:
+            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
+        if self.n_shared < 0 or self.n_shared and self.n_expert == 1:
+            raise ValueError(f'n_shared = {self.n_shared} goes with n_expert > 1, and is at least 0')
+        if 4 * self.n_embd % (self.top_k + self.n_shared):
+            raise ValueError(f'a width of {4 * self.n_embd} cannot be split into '
+                             f'{self.top_k + self.n_shared} experts (top_k + n_shared)')
+        if self.gates not in ('softmax', 'sigmoid'):
+            raise ValueError(f"gates is '{self.gates}'; it can be softmax or sigmoid")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
+
+
+# ---- The dense block -----------------------------------------------------------------------------
+
+def norm(x):
+    """RMSNorm without gains: every vector gets the length sqrt(D)."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+class FeedForward(nn.Module):
+    """ReLU squared (So et al. 2021, "Primer"). It has no auxiliary losses: {}."""
+    def __init__(self, d, hidden):
+        super().__init__()
+        self.fc = nn.Linear(d, hidden, bias=False)
+        self.down = nn.Linear(hidden, d, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.fc(x)).square()), {}
+
+
+class Block(nn.Module):
+    """Attention, then the FFN or the experts. `layer` is its place in the KV cache."""
+    def __init__(self, config, layer):
+        super().__init__()
+        c, D = config, config.n_embd
+        self.config = config
+        self.layer = layer
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # apart, for Muon
+        self.proj = nn.Linear(D, D, bias=False)
+        self.gate = nn.Linear(D, c.n_head, bias=False) if c.head_gate else None
+        self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x, past=0, cache=None, mask=None):
+        B, T, D = x.shape
+        n = norm(x)
+        heads = (B, T, self.config.n_head, -1)
+        q, k, v = (linear(n).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), each of length sqrt(d)
+        dropout = self.dropout.p if self.training else 0.0
+        if mask is None:
+            y = attend(q, k, v, cache, self.layer, dropout)
+        else:
+            y = attend_masked(q, k, v, cache, self.layer, dropout, mask)
+        y = y.transpose(1, 2)                            # (B, T, H, d)
+        if self.gate:
+            y = y * self.gate(n).sigmoid()[..., None]
+        x = x + self.dropout(self.proj(y.reshape(B, T, D)))
+        y, losses = self.ffn(norm(x))
+        return x + self.dropout(y), losses
+
+
+def rope(x, past):
+    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
+    with position."""
+    half = x.size(-1) // 2
+    wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
+    position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
+    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = position[:, None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
+    cos, sin = torch.view_as_real(turn).unbind(-1)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+def attend(q, k, v, cache, layer, dropout):
+    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    if cache is not None:
+        if layer < len(cache):
+            k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
+            cache[layer] = (k, v)
+        else:
+            cache.append((k, v))
+    T, S = q.size(2), k.size(2)
+    causal = True if T == S else False                   # a plain bool, which torch.compile needs
+    mask = None                                 # a single query, the last token, sees every key
+    if 1 < T < S:                                        # query t stands at position S - T + t
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+                                          enable_gqa=q.size(1) > k.size(1))
+
+
+def attend_masked(q, k, v, cache, layer, dropout, mask):
+    """attend, where a mask (B, 1, T, S) says which keys each query reads."""
+    if cache is not None:
+        if layer < len(cache):
+            k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
+        cache[layer:layer + 1] = [(k, v)]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+# ---- The routed sibling: K of E experts instead of one FFN ---------------------------------------
+
+class Router(nn.Module):
+    """Scores E experts per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    balance loss."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.linear = nn.Linear(config.n_embd, config.n_expert, bias=False)
+
+    def forward(self, x_ND):
+        with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
+            score_NE = self.linear(x_ND.to(self.linear.weight.dtype))
+        score_NE = score_NE.sigmoid() if self.config.gates == 'sigmoid' else score_NE.softmax(-1)
+        best_NE, order_NE = score_NE.sort(descending=True, stable=True)
+        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
+        gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
+        chosen_NE = torch.zeros_like(score_NE).scatter(1, choice_NK, 1.0)
+        share_E = chosen_NE.mean(0) / self.config.top_k  # of all N*K picks, no gradient
+        prob_NE = score_NE / score_NE.sum(-1, keepdim=True)
+        balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # Switch: 1 if balanced
+        if not self.config.sparse:                      # all E experts, the others with a gate of 0
+            gate_NK = torch.zeros_like(score_NE).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(score_NE.size(1), device=x_ND.device).expand_as(score_NE)
+        return gate_NK, choice_NK, balance
+
+
+class Experts(nn.Module):
+    """out[t] = K * sum_k gate[t, k] * Expert_choice[t, k](x[t]) + what the shared experts return"""
+    def __init__(self, config):
+        super().__init__()
+        c, D = config, config.n_embd
+        hidden = 4 * D // (c.top_k + c.n_shared)
+        self.top_k = c.top_k
+        self.router = Router(c)
+        self.fc = nn.Parameter(torch.empty(c.n_expert, D, hidden))
+        self.down = nn.Parameter(torch.empty(c.n_expert, hidden, D))
+        self.shared = FeedForward(D, c.n_shared * hidden) if c.n_shared else None
+
+    def forward(self, x):
+        x_ND = x.flatten(0, 1)
+        gate_NK, choice_NK, balance = self.router(x_ND)
+        pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))
+        token = pair // choice_NK.size(1)                # (R,) the token of each row
+        x_RD = Gather.apply(x_ND, token, row.view_as(choice_NK))         # x_ND[token]
+        h_RF = F.relu(grouped_mm(x_RD, self.fc, ends_E)).square()        # x_RD @ fc[expert]
+        y_RD = grouped_mm(h_RF, self.down, ends_E)                       # h_RF @ down[expert]
+        y_NKD = Gather.apply(y_RD, row, pair[:, None]).view(*gate_NK.shape, -1)
+        y = self.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
+        if self.shared:
+            y = y + self.shared(x)[0]
+        return y, dict(balance=balance)
+
+
+# ---- The model -----------------------------------------------------------------------------------
+
+class Strong(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)  # also the output head
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        self.init_weights()
+
+    def init_weights(self):
+        """Maps that add to the residual stream are 0: at first a block returns what it was given.
+        The others keep the size of what they read, 1/sqrt(fan-in)."""
+        for name, p in self.named_parameters():
+            if '.proj' in name or '.down' in name:
+                nn.init.zeros_(p)
+            elif name == 'wte.weight' or 'router' in name:
+                nn.init.normal_(p, std=0.02)
+            else:
+                nn.init.normal_(p, std=1 / math.sqrt(self.config.n_embd))
+
+    def features(self, idx, cache=None):
+        """(B, T) token ids -> final-norm states (B, T, D), balance loss summed over layers."""
+        past = cache[0][0].size(2) if cache else 0
+        length = past + idx.size(1)
+        if length > self.config.block_size:
+            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+        mask = None
+        if self.config.end_of_text is not None:
+            document = self.documents(idx, past, cache)                  # (B, 1, S, 1)
+            causal = torch.ones(idx.size(1), length, dtype=torch.bool, device=idx.device).tril(past)
+            mask = causal & (document[:, :, past:] == document.mT)       # (B, 1, T, S)
+        x = self.dropout(norm(self.wte(idx)))            # (B, T, D)
+        aux = {}
+        for block in self.blocks:
+            x, losses = block(x, past, cache, mask)
+            for name, loss in losses.items():
+                aux[name] = aux.get(name, 0) + loss
+        if mask is not None and cache is not None:       # for the next call, behind the last layer's
+            cache[self.config.n_layer:] = [(document, document)]
+        return norm(x), aux
+
+    def documents(self, idx, past, cache):
+        """The number of each token's document, also of the tokens that the cache holds."""
+        number = (idx == self.config.end_of_text).cumsum(1)[:, None, :, None]
+        if past:
+            before = cache[-1][0]
+            number = torch.cat((before, before[:, :, -1:] + number), 2)
+        return number
+
+    def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        x, aux = self.features(idx, cache)
+        if targets is None:
+            return F.linear(x, self.wte.weight), None, aux
+        loss = head_loss(x, self.wte.weight, targets, reduction)     # cross-entropy of these logits
+        return None, loss, aux
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
+        limit = self.config.block_size
+        cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
+        for _ in range(max_new_tokens):
+            if cache and cache[0][0].size(2) == limit:
+                cache, new = [], idx[:, -max(1, limit // 2):]
+            logits = self(new, cache=cache)[0][:, -1].float()
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.argmax(-1, keepdim=True)
+            if temperature > 0:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1)
+            idx = torch.cat((idx, new), 1)
+        return idx
+
+    @torch.no_grad()
+    def routes(self, idx):
+        """{layer: (B, T, E)}: the gates as multiplied in, 0 where a token did not go."""
+        found = {}                                       # in the order in which a token meets them
+        with ExitStack() as hooks:                       # removed at the end of `with`
+            for name, module in self.named_modules():
+                if isinstance(module, Router):
+                    def record(router, _, output, name=name.removesuffix('.ffn.router')):
+                        gate_NK, choice_NK, _ = output
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), len(router.linear.weight))
+                        found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
+                    hooks.enter_context(module.register_forward_hook(record))
+            self.features(idx)
+        return found
+
+    def count_params(self):
+        """Total, and active: K of E experts. wte counts once, as the head."""
+        total = sum(p.numel() for p in self.parameters())
+        idle = 0
+        for block in self.blocks:
+            if isinstance(block.ffn, Experts):
+                experts = block.ffn.fc.numel() + block.ffn.down.numel()
+                idle += experts - experts * self.config.top_k // self.config.n_expert
+        return total, total - idle
+
+
+# ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
+
+def order_by_choice(choice_NK, n_choices):
+    """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
+    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
+    choice = choice_NK.flatten()
+    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
+    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
+    row = count_ER.gather(0, choice[None])[0].long() - 1
+    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
+    return pair, row, count_ER[:, -1].contiguous()
+
+
+class Gather(torch.autograd.Function):
+    """x[index]. The gradient is gathered as well, where torch would add it up row by row:
+    readers (M, J) names the rows of the result that read each of x's M rows; -1 is none."""
+    @staticmethod
+    def forward(ctx, x, index, readers):
+        ctx.save_for_backward(readers)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        readers, = ctx.saved_tensors
+        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
+        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
+
+
+def grouped_mm(x_RD, w_EDF, ends_E):
+    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
+    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
+    if torch.is_autocast_enabled(x_RD.device.type):
+        dtype = torch.get_autocast_dtype(x_RD.device.type)
+        x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
+    dtypes = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
+    known = hasattr(F, 'grouped_mm') and x_RD.device.type in ('cuda', 'cpu') and x_RD.dtype in dtypes
+    aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
+    if known and aligned:
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
+
+
+class GroupedProduct(torch.autograd.Function):
+    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
+    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
+    @staticmethod
+    def forward(ctx, x_RD, w_EDF, ends_E):
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        grad_RF = grad_RF.contiguous()
+        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
+        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
+        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
+        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
+        return dx, dw.unflatten(0, (-1, parts)).sum(1), None
+
+
+def head_loss(x, weight, targets, reduction):
+    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
+    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
+    bias of -inf, so its probability is 0."""
+    V = len(weight)
+    extra = -V % 64 if x.is_cuda else 0
+    bias = None
+    if extra:
+        weight = F.pad(weight, (0, 0, 0, extra))
+        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
+    logits = F.linear(x, weight, bias).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss if reduction == 'mean' else loss.view_as(targets)
+
+
+Config, Model = StrongConfig, Strong                     # what train.py looks for

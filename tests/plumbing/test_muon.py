@@ -1,0 +1,149 @@
+"""Muon against singular values, and against the same step written out."""
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+
+import moep
+import strong
+import train
+from plumbing.machine import Machine, Replay
+from plumbing.muon import MOMENTUM, QUINTIC, Muon, orthogonal, size_of
+from plumbing.settings import Settings
+
+SMALL = dict(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, n_expert=4, top_k=2, dropout=0.0)
+KEYS = [f'--{key}={value}' for key, value in SMALL.items() if key != 'vocab_size']
+
+
+@pytest.mark.parametrize('shape', [(8, 8), (12, 5), (5, 12), (3, 6, 9), (2, 3, 9, 6)])
+def test_orthogonal_against_svd(shape):
+    """U S V^T becomes U S' V^T, with S' near 1: the quintic is not exact. A stack: one by one."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    found = orthogonal(x)
+    for matrix, got in zip(x.view(-1, *shape[-2:]), found.view(-1, *shape[-2:])):
+        u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
+        inner = u.T @ got @ vt.T
+        values = inner.diagonal()
+        assert torch.allclose(inner, values.diag(), atol=1e-9)           # the same directions
+        assert torch.allclose(u @ inner @ vt, got, atol=1e-9)            # and no others
+        assert 0.6 < values.min() and values.max() < 1.3
+        assert torch.allclose(orthogonal(matrix), got, atol=1e-12)
+        assert torch.allclose(orthogonal(1e-3 * matrix), got, atol=1e-3)
+    assert orthogonal(torch.zeros(shape)).abs().max() == 0
+
+
+def test_size():
+    """sqrt(max(1, out / in)); an nn.Linear holds (out, in), a stack of experts (E, in, out)."""
+    assert size_of((16, 4)) == size_of((3, 4, 16)) == 2
+    assert size_of((4, 16)) == size_of((3, 16, 4)) == size_of((5, 5)) == 1
+
+
+def slow_step(p, grad, momentum, rate, decay, is_linear):
+    """One matrix, in plain words -> new weights, new momentum."""
+    momentum = MOMENTUM * momentum + (1 - MOMENTUM) * grad
+    x = (1 - MOMENTUM) * grad + MOMENTUM * momentum
+    if x.norm() > 0:
+        x = x / x.norm()
+    a, b, c = QUINTIC
+    for _ in range(5):
+        x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+    d_out, d_in = p.shape if is_linear else p.shape[::-1]
+    return p - rate * decay * p - rate * math.sqrt(max(1, d_out / d_in)) * x, momentum
+
+
+@pytest.mark.parametrize('as_tensor', [False, True])
+def test_step(as_tensor):
+    """Three steps of linear maps and stacks; the rate changes, as a number or as a tensor."""
+    torch.manual_seed(0)
+    shapes = [(8, 6), (8, 6), (6, 8), (3, 6, 8), (3, 8, 6)]
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
+    vector = nn.Parameter(torch.ones(4))
+    lr = torch.tensor(0.0, dtype=torch.float64) if as_tensor else 0.0
+    groups = [dict(params=[vector], weight_decay=0.0), dict(params=params, weight_decay=0.3, muon=4.0)]
+    optimizer = Muon(groups, lr=lr, foreach=False)
+    want = [(p.detach().clone(), torch.zeros_like(p)) for p in params]
+    for rate in (0.1, 0.2, 0.05):
+        vector.grad = torch.ones(4)
+        for p in params:
+            p.grad = torch.randn_like(p)
+        params[3].grad[1] = 0                            # an expert without tokens
+        train.set_rate(optimizer, rate)
+        optimizer.step()
+        for i, p in enumerate(params):
+            stacks = [x if x.dim() == 3 else x[None] for x in (want[i][0], p.grad, want[i][1])]
+            new = [slow_step(*each, 4 * rate, 0.3, p.dim() == 2) for each in zip(*stacks)]
+            want[i] = [torch.stack(parts).view_as(p) for parts in zip(*new)]
+            assert torch.allclose(p, want[i][0], atol=1e-6), shapes[i]
+    assert vector.detach().allclose(torch.full((4,), 1 - 0.35), atol=1e-4)       # AdamW's own steps
+
+
+def test_who_takes_what():
+    """Embeddings, heads, routers and vectors are AdamW's."""
+    for model, own in ((strong.Model(strong.Config(**SMALL)), {'wte', 'router'}),
+                       (moep.Model(moep.Config(block_size=16, n_embd=12, n_head=2, n_embd_parallel=6)),
+                        {'wte', 'wpe', 'router'})):
+        names = {p: name for name, p in model.named_parameters()}
+        s = Settings(optimizer='muon', muon_rate=7.0)
+        groups = train.make_optimizer(model, s, Machine('cpu')).param_groups
+        found = [{names[p] for p in group['params']} for group in groups]
+        assert sum(map(len, found)) == len(names)
+        assert all(own & {*name.split('.')} for name in found[0])
+        assert found[2] and not any(own & {*name.split('.')} for name in found[2])
+        assert all(p.dim() > 1 for p in groups[2]['params']) and groups[2]['muon'] == 7.0
+        assert [group['weight_decay'] for group in groups] == [0.1, 0.0, 0.1]
+
+
+def test_saved_and_resumed(run, data_dir, tmp_path):
+    """Bit for bit; and a run keeps its optimiser."""
+    def start(name, *more, code=0):
+        return run('train.py', '--model=strong', *KEYS, '--optimizer=muon', '--schedule=constant',
+                   '--max_iters=4', '--batch_size=2', '--eval_tokens=32', '--sample_tokens=2',
+                   f'--data_dir={data_dir}', f'--out_dir={tmp_path / name}', *more, code=code, here=True)
+    start('whole')
+    start('parts', '--max_iters=2')
+    assert 'from step 2' in start('parts', '--resume').stdout
+    whole, parts = (torch.load(tmp_path / name / 'ckpt.pt', weights_only=True) for name in ('whole', 'parts'))
+    assert_same(whole['weights'], parts['weights'])
+    assert_same(whole['optimizer']['state'], parts['optimizer']['state'])
+    assert "started with optimizer = 'muon'" in start('whole', '--resume', '--optimizer=adamw', code=2).stderr
+    assert 'muon needs whole matrices' in start('whole', '--shard', code=2).stderr
+    assert 'it can be adamw, muon' in start('whole', '--optimizer=sgd', code=2).stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_graph_replays_it():
+    """With a rate that changes, which the graph must read anew."""
+    machine = Machine('cuda', 'float32')
+    ids = torch.arange(32, device=machine.device).view(2, 16)
+    found = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        model = strong.Model(strong.Config(**dict(SMALL, n_expert=1, top_k=1))).to(machine.device)
+        optimizer = train.make_optimizer(model, Settings(optimizer='muon'), machine)
+
+        def step(ids):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(ids, ids.flip(1))[1]
+            loss.backward()
+            optimizer.step()
+            return loss
+        replay = Replay(step, machine, wanted)
+        losses = []
+        for it in range(9):
+            train.set_rate(optimizer, 1e-2 / (1 + it))
+            losses.append(replay(ids).item())
+        assert len(replay.found) == wanted
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], abs=1e-2)
+
+
+def assert_same(a, b):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif torch.is_tensor(a):
+        assert torch.equal(a, b)

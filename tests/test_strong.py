@@ -1,0 +1,208 @@
+"""strong.py against a slow oracle, one token, one head and one expert at a time."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import strong
+from conftest import ROOT
+from plumbing.models import sketch
+from strong import Strong, StrongConfig
+from tools import arena, check
+
+SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+DOCUMENTS = dict(SMALL, end_of_text=3)
+ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
+FORMS = [SMALL, DOCUMENTS, ROUTED, dict(ROUTED, gates='sigmoid', head_gate=True),
+         dict(ROUTED, n_shared=0, top_k=2, sparse=False)]
+
+
+def make(config, dtype=torch.float64):
+    """Also what starts at zero is random here."""
+    torch.manual_seed(0)
+    model = Strong(StrongConfig(**config)).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def tokens(B=2, T=7, seed=1):
+    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- The slow oracle -----------------------------------------------------------------------------
+
+
+def rms(x):
+    return x / torch.sqrt((x * x).sum() / len(x) + 1e-6)
+
+
+def turn(x, t):
+    """One head's vector at position t: one 2 x 2 rotation for each pair (i, i + d/2)."""
+    half, out = len(x) // 2, [None] * len(x)
+    for i in range(half):
+        angle = t * 10000.0 ** (-i / half)
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[i] = cos * x[i] - sin * x[i + half]
+        out[i + half] = sin * x[i] + cos * x[i + half]
+    return torch.stack(out)
+
+
+def attention(b, x, c, ends):
+    """x (T, D), normed: token t reads 0..t, or from the last end of a text on."""
+    d = c.n_embd // c.n_head
+    out = []
+    for t in range(len(x)):
+        heads = []
+        for h in range(c.n_head):
+            mine = slice(h * d, (h + 1) * d)
+            q = turn(rms((b.q.weight @ x[t])[mine]), t)
+            seen = range(max([0, *(end for end in ends if end <= t)]), t + 1)
+            keys = [turn(rms((b.k.weight @ x[s])[mine]), s) for s in seen]
+            weight = torch.exp(torch.stack([q @ k for k in keys]) / math.sqrt(d))
+            read = sum(w * (b.v.weight @ x[s])[mine] for s, w in zip(seen, weight / weight.sum()))
+            if c.head_gate:
+                read = read / (1 + torch.exp(-(b.gate.weight @ x[t])[h]))
+            heads.append(read)
+        out.append(b.proj.weight @ torch.cat(heads))
+    return out
+
+
+def expert(x, fc, down):
+    return down @ (torch.clamp(fc @ x, min=0) ** 2)
+
+
+def feed_forward(ffn, x, c, log):
+    if c.n_expert == 1:
+        return expert(x, ffn.fc.weight, ffn.down.weight)
+    score = torch.exp(ffn.router.linear.weight @ x)
+    if c.gates == 'sigmoid':
+        score = score / (1 + score)
+    best = sorted(range(c.n_expert), key=lambda e: -score[e].item())[:c.top_k]
+    gates = {e: score[e] / sum(score[i] for i in best) for e in best}
+    log.append((score / score.sum(), gates))
+    y = sum(c.top_k * g * expert(x, ffn.fc[e].T, ffn.down[e].T) for e, g in gates.items())
+    return y + expert(x, ffn.shared.fc.weight, ffn.shared.down.weight) if c.n_shared else y
+
+
+def oracle(model, idx):
+    """-> logits (B, T, V), balance loss, {layer: [gates of a token]}"""
+    c = model.config
+    rows = []
+    routed = [[] for _ in model.blocks]
+    for row in idx:
+        ends = [t for t, i in enumerate(row) if i == c.end_of_text]
+        x = [rms(model.wte.weight[i]) for i in row]
+        for b, log in zip(model.blocks, routed):
+            x = [v + a for v, a in zip(x, attention(b, [rms(v) for v in x], c, ends))]
+            x = [v + feed_forward(b.ffn, rms(v), c, log) for v in x]
+        rows.append(torch.stack([model.wte.weight @ rms(v) for v in x]))
+    balance = torch.zeros(())
+    for log in routed if c.n_expert > 1 else []:
+        p = sum(prob for prob, _ in log) / len(log)
+        share = [sum(e in gates for _, gates in log) / (c.top_k * len(log)) for e in range(c.n_expert)]
+        balance = balance + c.n_expert * sum(f * q for f, q in zip(share, p))
+    gates = {f'blocks.{i}': [gates for _, gates in log] for i, log in enumerate(routed) if log}
+    return torch.stack(rows), balance, gates
+
+
+@pytest.mark.parametrize('config', FORMS, ids=str)
+def test_oracle(config):
+    """Logits, loss, balance loss, every gradient and every gate."""
+    model, x, y = make(config), tokens(), tokens(seed=2)
+    x[0, 2] = x[0, 5] = x[1, 0] = 3
+    y[0, 3] = -1
+    logits, balance, gates = oracle(model, x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+    grads = torch.autograd.grad(loss + 0.3 * balance, list(model.parameters()))
+    assert torch.allclose(model(x)[0], logits, atol=1e-9)
+    _, fast, aux = model(x, y)
+    assert abs(fast - loss) < 1e-9 and abs(aux.get('balance', 0) - balance) < 1e-9
+    (fast + 0.3 * aux.get('balance', 0)).backward()
+    for (name, p), want in zip(model.named_parameters(), grads):
+        assert torch.allclose(p.grad, want, atol=1e-9), name
+    found = model.routes(x)
+    assert list(found) == list(gates)
+    for name in found:
+        for got, want in zip(found[name].flatten(0, 1), gates[name]):
+            assert got.nonzero().flatten().tolist() == sorted(want)
+            assert all(abs(got[e] - want[e]) < 1e-12 for e in want)
+
+
+# ---- The protocol --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('config', [DOCUMENTS, FORMS[3]], ids=str)
+def test_check_is_green(config):
+    """Causal, cached = uncached, sparse = dense, and what else tools.check knows."""
+    for each in check.CHECKS:
+        verdict, text = check.run_check(each, strong, StrongConfig(**config))
+        assert verdict != 'WRONG', (each.__name__, text)
+
+
+def test_documents_do_not_see_each_other():
+    """Whatever stands before an end of text; also through a cache, in parts and one by one."""
+    model, x = make(DOCUMENTS).eval(), tokens(2, 12)
+    x[x == 3] = 4
+    x[0, 5] = x[1, 8] = 3
+    other = x.clone()
+    other[0, :5] = tokens(1, 5, seed=5)
+    assert torch.allclose(model(x)[0][0, 5:], model(other)[0][0, 5:], atol=1e-12)
+    assert not torch.allclose(model(x)[0][0, :5], model(other)[0][0, :5], atol=1e-3)
+    for sizes in ([3, 4, 5], [1] * 12):
+        cache = []
+        parts = [model(part, cache=cache)[0] for part in x.split(sizes, 1)]
+        assert torch.allclose(torch.cat(parts, 1), model(x)[0], atol=1e-10)
+
+
+def test_sparse_is_dense_through_the_kernel():
+    model = make(dict(ROUTED, n_embd=32), torch.float32)
+    dense = Strong(StrongConfig(**{**model.config.__dict__, 'sparse': False}))
+    dense.load_state_dict(model.state_dict())
+    x = tokens(3, 16)
+    for each in (model, dense):
+        _, loss, aux = each(x, x.flip(1))
+        (loss + aux['balance']).backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters()):
+        assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm(), name
+
+
+def test_starts_as_an_embedding():
+    """Output maps are zero: whatever came before, a token's logits are those of its embedding."""
+    for config in (SMALL, ROUTED):
+        model, x = Strong(StrongConfig(**config)), tokens()
+        states = strong.norm(strong.norm(model.wte(x)))
+        assert torch.allclose(model.features(x)[0], states, atol=1e-5)
+
+
+def test_counts():
+    """By hand: 12 layers of 384, a vocabulary of 16,384."""
+    dense = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)
+    experts = lambda n: 12 * 2 * n * 384 * 384           # of width 384, a quarter of 1,536
+    router = 12 * 16 * 384
+    for keys, want in ((dict(), (dense, dense)),
+                       (dict(head_gate=True), (dense + 12 * 6 * 384,) * 2),
+                       (dict(n_expert=16, top_k=4), (dense + experts(12) + router, dense + router)),
+                       (dict(n_expert=16, top_k=3, n_shared=1),
+                        (dense + experts(13) + router, dense + router))):
+        assert sketch(strong, keys).count_params() == want
+
+
+@pytest.mark.parametrize('keys, message', [
+    (dict(n_expert=4, top_k=5), 'between 1 and n_expert'), (dict(n_shared=1), 'goes with n_expert > 1'),
+    (dict(n_expert=8, top_k=5), 'cannot be split into 5 experts'), (dict(n_head=5), 'even width'),
+    (dict(gates='relu'), 'softmax or sigmoid'), (dict(dropout=1.0), 'less than 1')])
+def test_what_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        StrongConfig(**keys)
+
+
+@pytest.mark.parametrize('track', ['baby', 'toy'])
+def test_entries_of_the_arena(track, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    paths = [Path('config/arena', f'strong{kind}.py') for kind in ('', '_muon', '_moe', '_moe_flops')]
+    assert len(arena.find_entries(paths, track)) == 4    # each is in a class
