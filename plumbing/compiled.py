@@ -27,7 +27,8 @@ def compile_model(model, whole=False):
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
     complex_rope = 'Torchinductor does not support code generation for complex'
     warnings.filterwarnings('ignore', complex_rope)
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    from torch._functorch import config as functorch     # torch imports it late
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     options = dict.fromkeys(OFF & {*torch._inductor.list_options()}, False)
     options['unsafe_marked_cacheable_functions'] = CACHED
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)

@@ -35,7 +35,8 @@ ENDLESS = ['--model=moduleformer', '--block_size=32', '--n_layer=1', '--n_embd=1
            '--n_head=1', '--n_ffd=2', '--d_ffd=16', '--top_k=1', '--d_router=8',
            *TRAINING[1:]]                       # without positions: what segment memory needs
 ONE_THREAD = {**os.environ, 'OMP_NUM_THREADS': '1'}
-CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py'))
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py')
+                 if 'arena' not in path.parts)   # those: tests/tools/test_arena.py
 
 
 @pytest.fixture

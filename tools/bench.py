@@ -38,6 +38,7 @@ ATTENTION = dict(      # the width of a token's query heads in all layers; add y
     moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
     selfmoe=lambda c: c.n_layer * c.n_embd,
     stlm=lambda c: c.n_layer * c.n_embd,
+    strong=lambda c: c.n_layer * c.n_embd,
     stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
 DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 
@@ -139,8 +140,9 @@ def measure(model, name, s, T, args, machine, rate):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     total, active = model.count_params()
-    attention = ATTENTION.get(type(model).__module__, lambda config: 0)
-    flops = 2 * active + 2 * attention(model.config) * T     # of a forward, at the mean position T / 2
+    kinds = [kind.__module__ for kind in type(model).__mro__ if kind.__module__ in ATTENTION]
+    width = ATTENTION[kinds[0]](model.config) if kinds else 0    # of all queries of a token
+    flops = 2 * active + 2 * width * T                   # of a forward, at the mean position T / 2
     rows = s.batch_size
     if args.generate:
         found = generation(model, rows, args.generate, machine)
@@ -225,7 +227,6 @@ def main():
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
-
     def add(name, model, s, T):
         rows.append(measure(model, name, s, T, args, machine, rate))
         show(rows[-1])

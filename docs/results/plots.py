@@ -284,9 +284,30 @@ def speed():
     return figure
 
 
+# --------------------------------------------------------------------------------------------------
+# The arena
+
+
+def arena():
+    """Bits per byte of every seed against training FLOPs per token, a panel for each track."""
+    read = tables.leaderboard.read_results
+    found = {track: read(track, tables.HERE / 'arena') for track in ('toy', 'baby')}
+    found = {track: entries for track, entries in found.items() if entries}
+    figure, axes = plt.subplots(1, len(found), figsize=(7 * len(found), 4.5), squeeze=False)
+    for axis, (track, entries) in zip(axes[0], found.items()):
+        for name, seeds in entries.items():
+            bits = [scores['bits_per_byte'] for scores in seeds.values()]
+            cost = [scores['flops_per_token'] / 1e6 for scores in seeds.values()]
+            axis.plot(cost, bits, 'o', ms=4)
+            axis.annotate(name, (cost[0], min(bits)), textcoords='offset points', xytext=(5, -3), fontsize=7)
+        axis.set(title=f'track {track}', xlabel='MFLOPs of training per token', ylabel='bits per byte')
+        axis.grid(alpha=0.4)
+    return figure
+
+
 if __name__ == '__main__':
     for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real,
-                 selfmoe, stlm, stlm_real, speed):
+                 selfmoe, stlm, stlm_real, speed, arena):
         figure = draw()
         figure.tight_layout()
         figure.savefig(DOCS / f'{draw.__name__}.png', dpi=110)

@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from tools import leaderboard  # noqa: E402
+
 GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
 SEEDS = (42, 1, 2)                                   # the order of seeds in every table
 
@@ -572,6 +576,18 @@ def moduleformer_prune():
             left = spread([100 * r['modules'] for r in pruned], 0)
             cells.append(f"{left}%, {spread([r['loss'] for r in pruned], 3)}")
         yield row(f'{threshold:g}', *cells)
+
+
+# --------------------------------------------------------------------------------------------------
+# The arena
+
+
+def arena_toy():
+    return leaderboard.table('toy', HERE / 'arena')
+
+
+def arena_baby():
+    return leaderboard.table('baby', HERE / 'arena')
 
 
 # --------------------------------------------------------------------------------------------------

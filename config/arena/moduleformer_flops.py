@@ -1,0 +1,27 @@
+"""ModuleFormer of GPT-2's FLOPs per token: 79M parameters, 28M of them active."""
+model = 'moduleformer'
+data = 'babylm'
+
+vocab_size = 16384
+block_size = 512
+n_layer = 10
+n_embd = 384
+n_att = 4
+d_att = 256
+n_head = 4
+n_ffd = 8
+d_ffd = 896
+top_k = 2
+d_router = 256
+aux_weights = dict(mi=0.01)
+
+stride = 128                    # the budget and the recipe of all entries, from here on
+epoch_words = 10e6
+epochs = 10
+batch_size = 64
+learning_rate = 1e-3            # not swept yet
+min_lr = 0.0
+warmup_iters = 100
+weight_decay = 0.1
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,28 @@
+"""MoEP of GPT-2's FLOPs per token: 33.8M parameters, three more parallel layers."""
+model = 'moep'
+data = 'babylm'
+
+vocab_size = 16384
+block_size = 512
+n_layer = 2
+n_head = 6
+n_embd = 384
+n_parallel = 13
+n_head_parallel = 3
+n_embd_parallel = 192
+n_block = 4
+n_expert = 4
+top_k = 2
+dropout = 0.1
+aux_weights = dict(block_balance=0.01, expert_balance=0.01)
+
+stride = 128                    # the budget and the recipe of all entries, from here on
+epoch_words = 10e6
+epochs = 10
+batch_size = 64
+learning_rate = 1e-3            # not swept yet
+min_lr = 0.0
+warmup_iters = 100
+weight_decay = 0.1
+eval_interval = 1000
+save_interval = 500

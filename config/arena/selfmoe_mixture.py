@@ -1,0 +1,27 @@
+"""Self-MoE's comparison, a mixture of experts, from scratch: 28.5M parameters."""
+model = 'selfmoe'
+data = 'babylm'
+
+vocab_size = 16384
+block_size = 512
+n_layer = 6
+n_head = 6
+n_kv_head = 3
+n_embd = 384
+ffn_hidden = 480
+gate = 'none'
+n_expert = 4
+top_k = 2
+dropout = 0.1
+aux_weights = dict(balance=0.01)
+
+stride = 128                    # the budget and the recipe of all entries, from here on
+epoch_words = 10e6
+epochs = 10
+batch_size = 64
+learning_rate = 1e-3            # not swept yet
+min_lr = 0.0
+warmup_iters = 100
+weight_decay = 0.1
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,18 @@
+"""GPT-2 on the toy stories. In both classes."""
+model = 'moep'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 4
+n_head = 3
+n_embd = 96
+n_parallel = 0
+dropout = 0.0
+
+max_iters = 2930                # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,24 @@
+"""ModuleFormer on the toy stories."""
+model = 'moduleformer'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 2
+n_embd = 80
+n_att = 4
+d_att = 40
+n_head = 2
+n_ffd = 8
+d_ffd = 80
+top_k = 2
+d_router = 32
+query_block = 32
+aux_weights = dict(mi=0.01)
+
+max_iters = 2930                # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

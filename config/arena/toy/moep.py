@@ -1,0 +1,24 @@
+"""MoEP on the toy stories. In both classes."""
+model = 'moep'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 2
+n_head = 3
+n_embd = 96
+n_parallel = 2
+n_head_parallel = 1
+n_embd_parallel = 48
+n_block = 4
+n_expert = 4
+top_k = 2
+dropout = 0.0
+aux_weights = dict(block_balance=0.01, expert_balance=0.01)
+
+max_iters = 2930                # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

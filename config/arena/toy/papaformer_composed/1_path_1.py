@@ -1,0 +1,18 @@
+"""Stage 1 of PaPaformer composed: a narrow LLaMA, 30% of the tokens, on the first half of the
+text."""
+model = 'papaformer'
+data = {'toy_stories': (0.0, 0.5)}
+
+block_size = 64
+n_layer = 5
+n_head = 2
+n_embd = 40
+n_parallel = 0
+
+max_iters = 879                 # 0.45M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,17 @@
+"""Stage 3: both paths side by side in one model, the other 40% of the tokens, on all of the
+text."""
+model = 'papaformer'
+data = 'toy_stories'
+
+init_from = ['out/arena/toy/papaformer_composed/1_path_1',
+             'out/arena/toy/papaformer_composed/2_path_2']
+surgery = 'compose'
+surgery_args = dict(connection='share')
+
+max_iters = 1172                # 0.6M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

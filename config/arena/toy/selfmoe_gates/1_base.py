@@ -1,0 +1,18 @@
+"""Stage 1 of Self-MoE's gates: a LLaMA without them, half of the tokens."""
+model = 'selfmoe'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 4
+n_head = 4
+n_kv_head = 2
+n_embd = 80
+gate = 'none'
+
+max_iters = 1465                # 0.75M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

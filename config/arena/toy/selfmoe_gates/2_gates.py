@@ -1,0 +1,15 @@
+"""Stage 2: matrix gates around its blocks, the other half of the tokens."""
+model = 'selfmoe'
+data = 'toy_stories'
+
+init_from = 'out/arena/toy/selfmoe_gates/1_base'
+surgery = 'add_gates'
+surgery_args = dict(kind='matrix')
+
+max_iters = 1465                # 0.75M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,22 @@
+"""STLM with a mixture of depths on the toy stories: every second layer takes one token in eight."""
+model = 'stlm_depth'
+data = 'toy_stories'
+
+block_size = 64
+n_layer = 4
+n_head = 4
+n_kv_head = 2
+n_embd = 96
+ffn_hidden = 256
+capacity = 0.125
+route_every = 2
+dropout = 0.0
+aux_weights = dict(forecast=0.01)
+
+max_iters = 2930                # 1.5M tokens; the recipe of all entries, from here on
+batch_size = 8
+learning_rate = 3e-3            # not swept yet
+min_lr = 2e-4
+warmup_iters = 50
+eval_interval = 1000
+save_interval = 500

@@ -1,0 +1,327 @@
+"""tools/arena.py and tools/leaderboard.py: what is run, costs, rules, tables, Welch's test."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import papaformer
+import selfmoe
+from conftest import ROOT, run_here
+from plumbing.cli import UserError
+from plumbing.models import sketch
+from plumbing.settings import read_settings
+from tools import arena, leaderboard
+
+TINY = """model = 'moep'
+data = 'toy_stories'
+block_size = 32
+n_layer = 1
+n_head = 1
+n_embd = 8
+n_parallel = 0
+dropout = 0.0
+max_iters = 6
+batch_size = 2
+learning_rate = 1e-2
+log_interval = 1
+eval_tokens = 64
+save_interval = 2
+sample_tokens = 2
+"""
+PATH = TINY.replace('moep', 'papaformer').replace("'toy_stories'", "{'toy_stories': (0.0, 0.5)}")
+COMPOSED = """model = 'papaformer'
+data = 'toy_stories'
+init_from = ['out/1_path', 'out/2_path']
+surgery = 'compose'
+max_iters = 3
+batch_size = 2
+eval_tokens = 64
+log_interval = 1
+sample_tokens = 2
+"""
+
+
+@pytest.fixture
+def track(tmp_path, data_dir, monkeypatch):
+    """A toy track for tiny models, with a pair of sentences, in tmp_path; scripts run in this process.
+    -> a list of the scripts that are run, as (script, config or run folder)."""
+    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'parameters', 17e3)
+    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'within', 0.2)
+    (tmp_path / 'data' / 'toy_blimp').mkdir(parents=True)
+    (tmp_path / 'data' / 'toy_stories').symlink_to(data_dir / 'toy_stories')
+    pair = dict(sentence_good='The dog is happy.', sentence_bad='The dog are happy.')
+    (tmp_path / 'data/toy_blimp/pairs.jsonl').write_text(json.dumps(pair) + '\n')
+    (tmp_path / 'toy').mkdir()
+    for name in ('gpt2', 'mine'):
+        (tmp_path / 'toy' / f'{name}.py').write_text(TINY)
+    called = []
+
+    def call(script, *args):
+        called.append((script, Path(args[0]).stem))
+        done = run_here(script.removesuffix('.py'), [str(ROOT / script), *map(str, args)], tmp_path)
+        if done.returncode:
+            raise UserError(done.stderr)
+    monkeypatch.setattr(arena, 'call', call)
+    return called
+
+
+@pytest.fixture
+def go(run, tmp_path):
+    def go(*args, **more):
+        return run('tools.arena', *args, '--results=r', here=True, cwd=tmp_path, **more)
+    return go
+
+
+def scripts(*runs):
+    return [(script, name) for config, folder in runs for script, name in
+            (('train.py', config), ('eval_blimp.py', folder), ('eval_blimp.py', folder))]
+
+
+# ---- Races --------------------------------------------------------------------------------------
+
+
+def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
+    """Killed in the second of four runs: that one and the others are run, the first is not run again."""
+    call = arena.call
+
+    def killed(script, *args):
+        if len(track) == 3:
+            raise KeyboardInterrupt
+        call(script, *args)
+    monkeypatch.setattr(arena, 'call', killed)
+    go('toy/gpt2.py', 'mine.py', '--seeds=2', code=130)
+    assert track == scripts(('gpt2', 'gpt2_1'))
+    assert [path.name for path in tmp_path.glob('r/toy/*')] == ['gpt2_1.json']
+
+    monkeypatch.setattr(arena, 'call', call)
+    track.clear()
+    text = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
+    assert track == scripts(('mine', 'mine_1'), ('gpt2', 'gpt2_2'), ('mine', 'mine_2'))
+    assert '1 of 3: mine, seed 1' in text
+    track.clear()
+    last = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
+    assert track == [] and last == go('--table').stdout
+    rows = [line.split() for line in last.splitlines()]
+    assert [row[:4] for row in rows[1:]] == [['equal', 'parameters', name, '2'] for name in ('gpt2', 'mine')]
+    assert last.splitlines()[1].endswith('the dense entry') and 'even, p = 1' in last.splitlines()[2]
+
+    kept = json.loads((tmp_path / 'r/toy/mine_2.json').read_text())
+    assert kept['commands'] == ['python train.py toy/mine.py --seed=2 --out_dir=out/arena/toy/mine_2 '
+                                '--data_dir=data --resume']
+    assert kept['tokens'] == 6 * 2 * 32 and kept['harness'] in (0, 100) and kept['minutes'] > 0
+    assert kept['flops_per_token'] == 6 * kept['active'] + 6 * 8 * 32
+    log = [json.loads(line) for line in open(tmp_path / 'out/arena/toy/mine_2/log.jsonl')]
+    assert kept['loss'] == log[-1]['val']['toy_stories']['loss']
+
+
+@pytest.mark.slow
+def test_a_killed_arena_saves_and_goes_on(track, go, tmp_path, monkeypatch):
+    """SIGTERM to its process reaches train.py, which saves; the same command goes on from there. There are no
+    pairs."""
+    changes = 'n_layer = 4\nn_embd = 96\nmax_iters = 100\nbatch_size = 1\nsave_interval = 1000\n'
+    (tmp_path / 'toy/long.py').write_text(TINY + changes)
+    shutil.rmtree(tmp_path / 'data/toy_blimp')
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    log = tmp_path / 'out/arena/toy/long_1/log.jsonl'
+    command = [sys.executable, '-m', 'tools.arena', 'toy/long.py', '--seeds=1', '--results=r']
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (log.exists() and 'grad_norm' in log.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait() == 143
+    assert (log.parent / 'ckpt.pt').exists() and not any(tmp_path.glob('r/toy/*'))
+    go('toy/long.py', '--seeds=1')
+    lines = [json.loads(line) for line in open(log)]
+    again, = [line['iter'] for line in lines if 'run' in line][1:]
+    assert 0 < again < 100 and lines[-1]['iter'] == 100
+    kept = json.loads((tmp_path / 'r/toy/long_1.json').read_text())
+    assert kept['harness'] is None and kept['babylm2025'] is None
+
+
+def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
+    """Neither its results are kept as they are, nor is its run resumed."""
+    go('mine.py', '--seeds=1')
+    config = tmp_path / 'toy/mine.py'
+    config.write_text('# only a comment\n' + TINY)
+    go('mine.py', '--seeds=1')
+    config.write_text(TINY.replace('1e-2', '1e-3'))
+    assert 'r/toy/mine_1.json is of another version of toy/mine.py' in go('mine.py', code=2).stderr
+    (tmp_path / 'r/toy/mine_1.json').unlink()
+    assert 'mine_1/entry.json is of another version' in go('mine.py', '--seeds=1', code=2).stderr
+    assert track == scripts(('mine', 'mine_1'))
+
+
+def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
+    (tmp_path / 'toy/bad.py').write_text(TINY + "aux_weights = dict(nothing=1.0)\n")
+    text = go('toy/bad.py', 'toy/mine.py', '--seeds=1', code=2).stderr
+    assert 'not finished: bad with seed 1' in text and "names 'nothing'" in text
+    assert [path.name for path in tmp_path.glob('r/toy/*')] == ['mine_1.json']
+
+
+def test_stages_are_added_up(track, go, tmp_path):
+    """Two paths, then both composed: the costs of all three, the scores of the last."""
+    folder = tmp_path / 'toy/composed'
+    folder.mkdir()
+    for name, text in {'1_path': PATH, '2_path': PATH, '3_both': COMPOSED}.items():
+        (folder / f'{name}.py').write_text(text.replace('n_embd = 8', 'n_embd = 4'))
+    text = go('composed', '--seeds=1').stdout
+    assert track[:3] == [('train.py', name) for name in ('1_path', '2_path', '3_both')]
+    assert track[3:] == 2 * [('eval_blimp.py', '3_both')]
+    kept = json.loads((tmp_path / 'r/toy/composed_1.json').read_text())
+    home = tmp_path / 'out/arena/toy/composed_1'
+    runs = [arena.read_run(home / name) for name in ('1_path', '2_path', '3_both')]
+    tokens = [6 * 2 * 32, 6 * 2 * 32, 3 * 2 * 32]
+    assert [run['tokens'] for run in runs] == tokens and kept['tokens'] == sum(tokens)
+    cost = sum(run['flops_per_token'] * n for run, n in zip(runs, tokens))
+    assert kept['flops_per_token'] == pytest.approx(cost / sum(tokens))
+    assert kept['minutes'] == pytest.approx(sum(run['minutes'] for run in runs))
+    assert kept['parameters'] == runs[2]['parameters'] and len(kept['commands']) == 3
+    assert kept['loss'] == runs[2]['loss']
+    assert 'composed is in neither class' in text
+
+
+def test_a_sweep(track, go, tmp_path):
+    """A third of the steps for each value; what is known is not run again; the best comes first."""
+    go('mine.py', '--sweep=learning_rate=1e-3,3e-2')
+    text = go('mine.py', '--sweep=learning_rate=3e-2,1e-4').stdout
+    assert track == 3 * [('train.py', 'mine')]
+    kept = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())
+    assert [*kept] == [f'learning_rate={rate}' for rate in ('1e-3', '3e-2', '1e-4')]
+    assert all('--max_iters=2 ' in result['commands'][0] for result in kept.values())
+    shown = [line.split()[1] for line in text.splitlines()[-3:]]
+    assert shown == sorted(kept, key=lambda setting: kept[setting]['loss'])
+
+
+# ---- Mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('args, message', [
+    ([], 'name entries'),
+    (['mine.py', '--table'], 'or --table alone'),
+    (['none.py'], 'there is no config file toy/none.py'),
+    (['empty'], 'a config for each stage'),
+    (['large.py'], 'toy/large.py has 0.03M parameters and takes 0.21M FLOPs per token; an entry has 0.017M'),
+    (['math.py'], 'toy/math.py reads toy_math; the track toy reads toy_stories alone'),
+    (['wrong.py'], "unknown key 'n_embed'"),
+    (['mine.py', '--sweep=learning_rate'], 'a setting and its values'),
+    (['mine.py', '--seeds=0'], '0 is not between'),
+    (['mine.py', '--results=broken'], 'broken/toy/mine_1.json is no result: delete it'),
+    (['--table', '--results=half'], 'half/toy/mine_1.json is no result: delete it')])
+def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
+    (tmp_path / 'toy/empty').mkdir()
+    for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
+                           ('wrong', 'n_embd', 'n_embed')):
+        (tmp_path / 'toy' / f'{name}.py').write_text(TINY.replace(old, new))
+    for name, text in dict(broken='{"loss": 1.0', half='{"loss": 1.0}').items():
+        (tmp_path / name / 'toy').mkdir(parents=True)
+        (tmp_path / name / 'toy/mine_1.json').write_text(text)
+    assert message in run('tools.arena', *args, cwd=tmp_path, code=2).stderr
+    assert track == []
+
+
+def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
+    (tmp_path / 'only_baby.py').write_text(TINY)
+    assert 'only_baby is left out: there is no toy/only_baby.py' in go('only_baby.py').stdout
+    assert track == []
+
+
+def test_a_model_whose_attention_is_not_known(monkeypatch):
+    monkeypatch.delitem(arena.ATTENTION, 'moep')
+    with pytest.raises(UserError, match='add it to ATTENTION'):
+        arena.flops('moep', None, 1, 1)
+
+
+# ---- The table ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('freedom, t', [
+    (1, 63.6567), (2, 9.92484), (4, 4.60409), (10, 3.16927), (100, 2.62589)])
+def test_student(freedom, t):
+    """The two-sided 1% points that every table has; closed forms for one and two degrees of freedom."""
+    assert leaderboard.student(t, freedom) == pytest.approx(0.01, rel=1e-4)
+    assert leaderboard.student(0, freedom) == pytest.approx(1)
+    assert leaderboard.student(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
+    assert leaderboard.student(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-5)
+
+
+def test_welch():
+    """The first example of Wikipedia's page on the test, and the ends."""
+    a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
+    b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4]
+    assert leaderboard.welch(a, b) == leaderboard.welch(b, a) == pytest.approx(0.021, abs=5e-4)
+    assert leaderboard.welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
+    assert leaderboard.welch([1.0, 1.0], [1.0, 1.0]) == 1 and leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_table(tmp_path):
+    """Both classes; the dense entry is `strong` where it is, else `gpt2`; the best comes first."""
+    base = dict.fromkeys(leaderboard.SCORES, 1.0) | dict(parameters=28e6, active=2e7, flops_per_token=9e7)
+    entries = dict(
+        gpt2=(dict(flops_per_token=1.8e8), [1.300, 1.301, 1.302]),
+        strong=({}, [1.250, 1.251, 1.252]),
+        good=({}, [1.240, 1.241, 1.242]),
+        bad=(dict(flops_per_token=1.75e8, parameters=9e7, harness=None), [1.400, 1.405]),
+        once=({}, [1.245]),
+        outside=(dict(parameters=30e6), [1.0, 1.0]))
+    (tmp_path / 'baby').mkdir()
+    for name, (changes, bits) in entries.items():
+        for seed, value in enumerate(bits, 1):
+            kept = base | changes | dict(bits_per_byte=value)
+            (tmp_path / f'baby/{name}_{seed}.json').write_text(json.dumps(kept))
+    head, *rows = [row.split(' | ') for row in leaderboard.table('baby', tmp_path)]
+    found = [(row[0], row[1], row[2], row[-4], row[-1]) for row in rows]
+    p = leaderboard.welch([1.240, 1.241, 1.242], [1.250, 1.251, 1.252])
+    q = leaderboard.welch([1.300, 1.301, 1.302], [1.250, 1.251, 1.252])
+    r = leaderboard.welch([1.400, 1.405], [1.300, 1.301, 1.302])
+    assert p < 0.01 < r
+    same, cost = leaderboard.CLASSES.values()
+    assert found == [
+        (same, 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.2g}'),
+        (same, 'once', '1', '1.2450', '-'),
+        (same, 'strong', '3', '1.2510 ± 0.0010', 'the dense entry'),
+        (same, 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.2g}'),
+        (cost, 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
+        (cost, 'bad', '2', '1.4025 ± 0.0035', f'even, p = {r:.2g}')]
+    assert len(head) == len(rows[0]) and rows[-1][-3] == '-'
+
+
+# ---- The entries that are here ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('track', leaderboard.TRACKS)
+def test_every_entry_keeps_the_rules(track, monkeypatch):
+    """Its class, its data, and its budget: ten epochs of 10M words, or 1.5M tokens."""
+    monkeypatch.chdir(ROOT)
+    home = Path('config/arena', 'toy' if track == 'toy' else '')
+    folders = [path for path in home.iterdir() if path.is_dir() and path.name not in ('toy', '__pycache__')]
+    entries = arena.find_entries([*home.glob('*.py'), *folders], track)
+    assert {'gpt2', 'moep', 'papaformer_composed'} <= {*entries}
+    for name, stages in entries.items():
+        settings = [read_settings([str(stage)])[0] for stage in stages]
+        if track == 'baby':
+            assert {(s.stride, s.epoch_words, s.batch_size) for s in settings} == {(128, 10e6, 64)}, name
+            assert sum(s.epochs for s in settings) == 10, name
+        else:
+            tokens = sum(s.max_iters * s.batch_size * 64 for s in settings)
+            assert tokens == pytest.approx(1.5e6, rel=0.01), name
+
+
+@pytest.mark.parametrize('track', leaderboard.TRACKS)
+def test_what_the_stages_make_is_in_a_class(track):
+    vocabulary = dict(vocab_size=leaderboard.TRACKS[track]['vocab_size'])
+    home = ROOT / 'config/arena' / ('toy' if track == 'toy' else '')
+
+    def model(path):
+        _, module, keys = read_settings([str(home / path)])
+        return sketch(module, vocabulary | keys)
+    paths = [model(f'papaformer_composed/{n}_path_{n}.py') for n in (1, 2)]
+    for made in (papaformer.compose(paths), selfmoe.add_gates(model('selfmoe_gates/1_base.py'))):
+        count = dict(parameters=made.count_params()[0], flops_per_token=0)
+        assert leaderboard.classes(count, track) == ['parameters']

@@ -1,0 +1,250 @@
+"""
+The arena: which routing idea pays at equal cost? docs/arena.md has the rules and the tables.
+
+    python -m tools.arena config/arena/*.py                          # track toy: a laptop
+    python -m tools.arena config/arena/*.py --track baby             # BabyLM-style text: one GPU
+    python -m tools.arena config/arena/moep.py --sweep learning_rate=3e-4,1e-3,3e-3
+    python -m tools.arena --table                                    # only make the tables again
+
+An entry is a config: config/arena/NAME.py for the track baby, config/arena/toy/NAME.py for toy. Or
+it is a folder of that name: its configs are stages, run in the order of their names, and their costs
+are added up. train.py trains each entry with each seed, eval_blimp.py scores it, and a small file
+TRACK/NAME_SEED.json in --results keeps what came out. What has its file is not run again. After a
+kill, the same command goes on from the last checkpoint.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
+from plumbing.data import named_sets
+from plumbing.models import ROOT, import_model, sketch
+from plumbing.settings import read_config, read_settings
+from tools.bench import ATTENTION
+from tools.leaderboard import MODES, TRACKS, classes, read_results, show
+
+RESULTS = ROOT / 'docs' / 'results' / 'arena'
+
+
+# ---- Entries ------------------------------------------------------------------------------------
+
+def find_entries(paths, track):
+    """{name: its stages}. On the track toy, a config of baby stands for its namesake in toy/."""
+    entries = {}
+    for given in paths:
+        path = given
+        if track == 'toy' and given.parent.name != 'toy':
+            path = given.parent / 'toy' / given.name
+        if given.exists() and not path.exists():
+            print(f'{given.stem} is left out: there is no {path}')
+            continue
+        stages = sorted(path.glob('*.py')) if path.is_dir() else [path]
+        if not stages:
+            raise UserError(f'{path}: an entry that is a folder holds a config for each stage')
+        check_entry(stages, track)
+        entries[path.stem] = stages
+    return entries
+
+
+def check_entry(stages, track):
+    """Whether it keeps the rules of the track, before anything is trained."""
+    rules = TRACKS[track]
+    for config in stages:
+        s, module, keys = read_settings([str(config)])
+        trained, scored = named_sets(s)
+        if {*trained, *scored} != {rules['data']}:
+            raise UserError(f"{config} reads {', '.join({*trained, *scored})}; "
+                            f"the track {track} reads {rules['data']} alone")
+    if len(stages) > 1:                                  # a surgery's work is counted afterwards
+        return
+    model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)
+    total, active = model.count_params()
+    cost = flops(s.model, model.config, active, s.seq_len)
+    if not classes(dict(parameters=total, flops_per_token=cost), track):
+        raise UserError(f'{config} has {total / 1e6:.2f}M parameters and takes {cost / 1e6:.2f}M FLOPs '
+                        f"per token; an entry has {rules['parameters'] / 1e6:g}M, or takes "
+                        f"{rules['flops_per_token'] / 1e6:g}M, give or take {rules['within']:.0%}")
+
+
+def read_configs(stages):
+    """[{key: value}], as JSON keeps them."""
+    return parse_json(json.dumps([read_config(config) for config in stages]))
+
+
+def is_there(file, stages):
+    """Whether a result, or a run, is there. One of an entry that was changed since is an error."""
+    if file.exists() and parse_json(file.read_text()).get('configs') != read_configs(stages):
+        raise UserError(f'{file} is of another version of {stages[-1]}: delete it and its run, or '
+                        'give the new version a name of its own')
+    return file.exists()
+
+
+def flops(name, config, active, seq_len):
+    """Of training, per token, as tools.bench counts them; what a model inherits is known there."""
+    known = [c.__module__ for c in import_model(name).Model.__mro__ if c.__module__ in ATTENTION]
+    if not known:
+        raise UserError(f'tools/bench.py cannot count the attention of {name}: add it to ATTENTION')
+    return 6 * active + 6 * ATTENTION[known[0]](config) * (seq_len or config.block_size)
+
+
+# ---- Running ------------------------------------------------------------------------------------
+
+def call(script, *args):
+    """A script of this project. If this process is told to stop, so is the script: once, and then
+    train.py saves. Ctrl-C would reach both, hence a session of its own."""
+    process = subprocess.Popen([sys.executable, ROOT / script, *map(str, args)], start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        raise UserError(f'{script} ended with exit code {code}')
+
+
+def train(stages, out, seed, data_dir, setting=None):
+    """Train the stages, or go on with them -> the last one's folder, and what their logs say. A stage
+    that starts from earlier ones finds them beside itself. With a setting: a third of the steps."""
+    found = []
+    is_there(out / 'entry.json', stages)                 # a run is resumed as it was begun
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / 'entry.json', dict(configs=read_configs(stages)))
+    for config in stages:
+        folder = out / config.stem if len(stages) > 1 else out
+        args = [config, f'--seed={seed}', f'--out_dir={folder}', f'--data_dir={data_dir}']
+        if setting:
+            s, _, _ = read_settings([str(config)])
+            length = f'--max_iters={s.max_iters // 3}' if s.max_iters else f'--epochs={s.epochs / 3}'
+            args += [length, f'--{setting}']
+        starts = read_config(config).get('init_from')
+        if isinstance(starts, list):
+            args.append(f'--init_from={[str(out / Path(start).name) for start in starts]}')
+        elif starts:
+            args.append(f'--init_from={out / Path(starts).name}')
+        call('train.py', *args, '--resume')
+        found.append(read_run(folder))
+    tokens = sum(run['tokens'] for run in found)
+    sums = dict(
+        tokens=tokens,
+        minutes=sum(run['minutes'] for run in found),
+        flops_per_token=sum(run['flops_per_token'] * run['tokens'] for run in found) / tokens,
+        tokens_per_s=tokens / sum(run['tokens'] / run['tokens_per_s'] for run in found),
+        commands=[run.pop('command') for run in found])
+    return folder, found[-1] | sums
+
+
+def read_run(folder):
+    lines = [parse_json(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    about = next(line['run'] for line in lines if 'run' in line)
+    last = [line for line in lines if 'val' in line][-1]
+    scores, = last['val'].values()
+    s = about['settings']
+    config = import_model(s['model']).Config(**about['config'])
+    return dict(
+        {key: about[key] for key in ('device', 'torch', 'parameters', 'active')},
+        command=f"python {about['command']}",
+        flops_per_token=flops(s['model'], config, about['active'], s['seq_len']),
+        tokens=about['steps'] * about['tokens_per_step'],
+        tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
+        minutes=last['seconds'] / 60,
+        loss=scores['loss'],
+        bits_per_byte=scores['bits_per_byte'])
+
+
+def score_pairs(folder, pairs):
+    """{mode: percent of the minimal pairs}; None where there are no pairs."""
+    scores = dict.fromkeys(MODES)
+    for mode in MODES if pairs.is_dir() else ():
+        file = folder / f'{mode}.json'
+        call('eval_blimp.py', folder, '--data', pairs, '--mode', mode, '--json', file)
+        scores[mode] = parse_json(file.read_text())['runs'][0]['overall']
+    return scores
+
+
+def race(entries, args):
+    """Every entry with the first seed, then with the next -> what failed. The others go on."""
+    results = args.results / args.track
+    pairs = args.data_dir / TRACKS[args.track]['pairs']
+    results.mkdir(parents=True, exist_ok=True)
+    failed = []
+    left = [(seed, name) for seed in range(1, args.seeds + 1) for name, stages in entries.items()
+            if not is_there(results / f'{name}_{seed}.json', stages)]
+    for number, (seed, name) in enumerate(left, 1):
+        print(f'\n==== {number} of {len(left)}: {name}, seed {seed}', flush=True)
+        try:
+            out = args.out / args.track / f'{name}_{seed}'
+            folder, result = train(entries[name], out, seed, args.data_dir)
+            result |= score_pairs(folder, pairs)
+        except UserError as error:
+            failed.append(f'{name} with seed {seed}: {error}')
+            continue
+        if not classes(result, args.track):              # a surgery made it
+            print(f'{name} is in neither class, so in no table')
+        write_json(results / f'{name}_{seed}.json', dict(configs=read_configs(entries[name])) | result)
+    if left and not pairs.is_dir():
+        print(f'nothing was scored on minimal pairs: there is no {pairs} (see prepare.py)')
+    return failed
+
+
+def sweep(entries, args):
+    """One seed and a third of the steps for each value of a setting -> what failed."""
+    key, _, values = args.sweep.partition('=')
+    failed = []
+    for name, stages in entries.items():
+        file = args.results / args.track / 'sweeps' / f'{name}.json'
+        found = parse_json(file.read_text()) if file.exists() else {}
+        wanted = [f'{key}={value}' for value in values.split(',')]
+        for setting in [each for each in wanted if each not in found]:
+            print(f'\n==== {name}, {setting}', flush=True)
+            try:
+                out = args.out / args.track / 'sweeps' / f'{name}_{setting}'
+                _, found[setting] = train(stages, out, 1, args.data_dir, setting)
+            except UserError as error:
+                failed.append(f'{name} with {setting}: {error}')
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, found)
+        for setting, result in sorted(found.items(), key=lambda item: item[1]['loss']):
+            print(f"{name:24} {setting:24} val loss {result['loss']:.4f}")
+    return failed
+
+
+# ---- The command line ---------------------------------------------------------------------------
+
+def read_arguments():
+    parser = Parser(__doc__)
+    parser.add_argument('entries', nargs='*', type=Path, help='configs, or folders of stages')
+    parser.add_argument('--track', choices=TRACKS, default='toy')
+    parser.add_argument('--seeds', type=between(1, 100), default=3, help='how many: 1, 2, ...')
+    parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a short run for each value')
+    parser.add_argument('--table', action='store_true', help='run nothing')
+    parser.add_argument('--out', type=Path, default=Path('out/arena'), help='where the runs go')
+    parser.add_argument('--results', type=Path, default=RESULTS, help='where the small files go')
+    parser.add_argument('--data_dir', type=Path, default=Path('data'), help='where prepare.py put it')
+    args = parser.parse_args()
+    if bool(args.entries) == args.table:
+        raise UserError('name entries, as config/arena/*.py, or --table alone')
+    if args.sweep and not args.sweep.partition('=')[2]:
+        raise UserError(f'--sweep {args.sweep}: a setting and its values, as learning_rate=1e-3,3e-3')
+    return args
+
+
+def main():
+    args = read_arguments()
+    entries = find_entries(args.entries, args.track)
+    read_results(args.track, args.results)               # a broken file is told before any work
+    failed = sweep(entries, args) if args.sweep else race(entries, args)
+    if not args.sweep:
+        show(args.track, args.results)
+        if args.results == RESULTS:
+            call('docs/results/tables.py')               # docs/arena.md
+    if failed:
+        raise UserError(f"not finished: {'; '.join(failed)}; the same command tries again")
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,119 @@
+"""
+The arena's rules, and its tables from the small files that tools.arena keeps.
+
+Two entries differ if the bits per byte of their seeds do, by Welch's t-test.
+"""
+
+import math
+import statistics
+
+from plumbing.cli import UserError, parse_json
+
+TRACKS = dict(                           # FLOPs: of training; within: how far from either number
+    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926,
+             parameters=0.65e6, flops_per_token=3.75e6, within=0.1),
+    baby=dict(data='babylm', pairs='blimp', vocab_size=16384,
+              parameters=28e6, flops_per_token=180e6, within=0.05))
+CLASSES = dict(parameters='equal parameters', flops_per_token='equal FLOPs per token')
+DENSE = ('strong', 'gpt2')               # the dense entry of a class: the first of these that is in it
+MODES = ('harness', 'babylm2025')        # of eval_blimp.py
+SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
+          'bits_per_byte', *MODES)
+SURE = 0.01                              # a difference counts if p is less
+
+
+def classes(count, track):
+    """The classes that an entry is in: one, both, or none."""
+    rules = TRACKS[track]
+    return [key for key in CLASSES if abs(count[key] / rules[key] - 1) <= rules['within']]
+
+
+def read_results(track, results):
+    """{name: {seed: scores}}; a score on BLiMP may be None."""
+    found = {}
+    for path in sorted((results / track).glob('*.json')):
+        name, _, seed = path.stem.rpartition('_')
+        try:
+            result = parse_json(path.read_text())
+            scores = {key: float(result[key]) for key in SCORES if result[key] is not None}
+            found.setdefault(name, {})[int(seed)] = dict.fromkeys(MODES) | scores
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path} is no result: delete it, and run its entry again') from None
+    return found
+
+
+def welch(a, b):
+    """Welch's t-test -> p, two-sided: how often two equal entries would differ as much as these."""
+    gap = abs(statistics.mean(a) - statistics.mean(b))
+    x, y = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if x + y == 0:
+        return float(gap == 0)
+    t = gap / math.sqrt(x + y)
+    freedom = (x + y) ** 2 / (x ** 2 / (len(a) - 1) + y ** 2 / (len(b) - 1))
+    return student(t, freedom)
+
+
+def student(t, freedom, n=20_000):
+    """P(|T| > t). With T = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), up to a
+    factor; its integral from t's angle to pi/2, by the midpoint rule."""
+    start = math.atan(t / math.sqrt(freedom))
+    step = (math.pi / 2 - start) / n
+    area = step * sum(math.cos(start + (i + 0.5) * step) ** (freedom - 1) for i in range(n))
+    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return 2 * factor * area
+
+
+def spread(values, digits=1):
+    """Mean ± standard deviation over seeds; None, where nothing was measured, is left out."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return '-'
+    text = f'{statistics.mean(values):,.{digits}f}'
+    return f'{text} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else text
+
+
+def verdict(mine, dense):
+    """Bits per byte against the dense entry's."""
+    if min(len(mine), len(dense)) < 2:
+        return '-'
+    p = welch(mine, dense)
+    word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
+    return f"{word if p < SURE else 'even'}, p = {p:.2g}"
+
+
+def table(track, results):
+    """The header, then the rows: class by class, the best first."""
+    yield ('class | entry | seeds | parameters, M | active, M | MFLOPs per token | tokens, M | '
+           'tokens/s | minutes | val loss | bits per byte | BLiMP `harness` | BLiMP `babylm2025` | '
+           'against the dense entry')
+    found = read_results(track, results)
+    for key, title in CLASSES.items():
+        bits = {}
+        for name, seeds in found.items():
+            if key in classes(next(iter(seeds.values())), track):
+                bits[name] = [result['bits_per_byte'] for result in seeds.values()]
+        dense = next((name for name in DENSE if name in bits), None)
+        for name in sorted(bits, key=lambda name: statistics.mean(bits[name])):
+            column = {score: [result[score] for result in found[name].values()] for score in SCORES}
+            against = 'the dense entry' if name == dense else verdict(bits[name], bits.get(dense, []))
+            cells = [
+                title, name, len(bits[name]),
+                f"{column['parameters'][0] / 1e6:.2f}",
+                f"{column['active'][0] / 1e6:.2f}",
+                f"{column['flops_per_token'][0] / 1e6:.2f}",
+                f"{column['tokens'][0] / 1e6:.1f}",
+                spread(column['tokens_per_s'], digits=0),
+                spread(column['minutes']),
+                spread(column['loss'], digits=3),
+                spread(column['bits_per_byte'], digits=4),
+                spread(column['harness']),
+                spread(column['babylm2025']),
+                against]
+            yield ' | '.join(map(str, cells))
+
+
+def show(track, results):
+    rows = [row.split(' | ') for row in table(track, results)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
