@@ -2,7 +2,7 @@
 Stick-breaking attention on a GPU: the kernels of stick_kernels.py beside moduleformer.py's blocks of
 queries, plain and compiled, and torch's softmax attention. Speed, and memory against length.
 
-    python docs/results/kernels.py kernels.json              # one GPU, alone; a minute and a half
+    python docs/results/stick.py stick.json              # one GPU, alone; a minute and a half
 """
 
 import json
