@@ -152,6 +152,13 @@ def start_early(request):
             request.getfixturevalue(name)
 
 
+@pytest.fixture
+def compile_model():
+    """torch.compile without what it remembers of other tests: for sizes that change it takes far longer."""
+    torch.compiler.reset()
+    return torch.compile
+
+
 def documents(folder, split):
     """The texts of a bin, cut at end-of-text."""
     from plumbing.data import load_bin

@@ -218,10 +218,10 @@ def test_state_dict_copies_and_precision():
 
 
 @pytest.mark.slow
-def test_compiled():
+def test_compiled(compile_model):
     """In one graph, and with the adapters in it."""
     model, ids = stir(add_lora(make('papaformer_share'))), some_ids()
-    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    compiled = compile_model(model, backend='eager', fullgraph=True)
     torch.testing.assert_close(compiled(ids)[0], model(ids)[0])
 
 
