@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, wait as wait_for
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -64,6 +65,33 @@ def run_script(name, *args, cwd=ROOT, code=0, here=None, **env):
 @pytest.fixture(scope='session')
 def run():
     return run_script
+
+
+FORKS = multiprocessing.get_context('forkserver')
+
+
+def train_in_fork(args, output, env):
+    import train
+    from plumbing.cli import run_main
+    os.environ.update(env)
+    sys.argv = ['train.py', *args]
+    sys.stdout = sys.stderr = open(output, 'w')
+    run_main(train.main)
+
+
+@pytest.fixture(scope='session')
+def fork():
+    """Start train.py in a process of its own, which a test may kill. It is a fork of one that has imported
+    torch, which saves seconds each time."""
+    FORKS.set_forkserver_preload(['pytest', 'torch._dynamo', 'train'])
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+        forkserver.ensure_running()
+
+    def fork(*args, output=os.devnull, **env):
+        process = FORKS.Process(target=train_in_fork, args=(list(map(str, args)), output, env))
+        process.start()
+        return process
+    return fork
 
 
 @pytest.fixture(scope='session')
