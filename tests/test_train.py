@@ -48,7 +48,7 @@ def tiny(run, data_dir, tmp_path):
 
 @pytest.fixture
 def tiny_fork(fork, data_dir, tmp_path):
-    """A small run in a process of its own. Two of them are compared bit for bit, which may differ from here."""
+    """A small run in a process of its own. Such runs have the same bits; those of one here may differ."""
     def tiny_fork(*args, out='run', keys=TINY, **more):
         return fork(*keys, f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}', *args, **more)
     return tiny_fork
