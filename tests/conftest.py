@@ -3,14 +3,14 @@
 import contextlib
 import importlib
 import io
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait as wait_for
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,28 +41,57 @@ def run_here(module, argv, cwd):
     return SimpleNamespace(returncode=code or 0, stdout=said[0], stderr=said[1])
 
 
-@pytest.fixture(scope='session')
-def run():
+def run_script(name, *args, cwd=ROOT, code=0, here=None, **env):
     """Run a script ('train.py') or a tool ('tools.bench', as python -m tools.bench) as a user would; one
     thread, so that two runs give the same bits. What is meant to fail (code=2), and what a test asks for by
     here=True, runs in this process, which is ten times faster; a run that names an env gets a process."""
-    def run(name, *args, cwd=ROOT, code=0, here=None, **env):
-        module = name.removesuffix('.py')
-        script = str(ROOT / f"{module.replace('.', '/')}.py")
-        args = list(map(str, args))
-        if here is None:
-            here = code == 2 and not env
-        if here:
-            done = run_here(module, [script, *args], cwd)
-        else:
-            start = [script] if name.endswith('.py') else ['-m', name]
-            paths = [str(ROOT), env.pop('PYTHONPATH', ''), os.environ.get('PYTHONPATH', '')]
-            env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
-            done = subprocess.run([sys.executable, *start, *args], cwd=cwd, capture_output=True, text=True,
-                                  env={**os.environ, 'OMP_NUM_THREADS': '1', **env})
-        assert done.returncode == code, f'{name} {args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}'
-        return done
-    return run
+    module = name.removesuffix('.py')
+    script = str(ROOT / f"{module.replace('.', '/')}.py")
+    args = list(map(str, args))
+    if here is None:
+        here = code == 2 and not env
+    if here:
+        done = run_here(module, [script, *args], cwd)
+    else:
+        start = [script] if name.endswith('.py') else ['-m', name]
+        paths = [str(ROOT), env.pop('PYTHONPATH', ''), os.environ.get('PYTHONPATH', '')]
+        env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
+        done = subprocess.run([sys.executable, *start, *args], cwd=cwd, capture_output=True, text=True,
+                              env={**os.environ, 'OMP_NUM_THREADS': '1', **env})
+    assert done.returncode == code, f'{name} {args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}'
+    return done
+
+
+@pytest.fixture(scope='session')
+def run():
+    return run_script
+
+
+FORKS = multiprocessing.get_context('forkserver')
+
+
+def train_in_fork(args, output, env):
+    import train
+    from plumbing.cli import run_main
+    os.environ.update(env)
+    sys.argv = ['train.py', *args]
+    sys.stdout = sys.stderr = open(output, 'w')
+    run_main(train.main)
+
+
+@pytest.fixture(scope='session')
+def fork():
+    """Start train.py in a process of its own, which a test may kill. It is a fork of one that has imported
+    torch, which saves seconds each time."""
+    FORKS.set_forkserver_preload(['pytest', 'torch._dynamo', 'train'])
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+        forkserver.ensure_running()
+
+    def fork(*args, output=os.devnull, **env):
+        process = FORKS.Process(target=train_in_fork, args=(list(map(str, args)), output, env))
+        process.start()
+        return process
+    return fork
 
 
 @pytest.fixture(scope='session')
@@ -75,14 +104,38 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def smoke(run, data_dir, tmp_path_factory):
+def beside():
+    """A process for long work, one piece after the other, beside the tests: these keep one core busy."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)
+
+
+def train_smoke(config, folder, data_dir, keep):
+    """Train a config for two steps -> its run folder, or None if it is too large to train."""
+    out = folder / config.replace('config', 'out', 1).removesuffix('.py')
+    data = ['--data=toy_stories', '--eval_data=None', '--seq_len=64'] if 'paper' in config else []
+    if data and 'byte_limit' in (ROOT / config).read_text():
+        data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
+    args = [ROOT / config, *data, f'--data_dir={data_dir}']
+    if 'molm' in config:                                 # billions of parameters: counted, not trained
+        run_script('train.py', *args, '--max_iters=0', cwd=folder, here=True)
+        return None
+    run_script('train.py', *args, '--max_iters=2', '--batch_size=1', '--gradient_accumulation_steps=1',
+               '--eval_tokens=64', '--sample_tokens=2', '--log_interval=1', cwd=folder, here=True)
+    if not keep:
+        (out / 'ckpt.pt').unlink()
+    return out
+
+
+@pytest.fixture(scope='session')
+def smoke(beside, data_dir, tmp_path_factory):
     """Train a config for two steps and give its run folder, after those it starts from; each only once per
     session. config/*.py keep their own toy data; config/paper/*.py, their own architecture and optimiser, on
-    windows of 64. None: too large to train."""
+    windows of 64. Those who need not wait get a future."""
     from plumbing.settings import read_config
     folder = tmp_path_factory.mktemp('smoke')
-    done = set()
-    locks = defaultdict(threading.Lock)
+    futures = {}
 
     def starts(config):
         runs = read_config(ROOT / config).get('init_from') or []
@@ -90,44 +143,27 @@ def smoke(run, data_dir, tmp_path_factory):
         return [f"config/{run.removeprefix('out/')}.py" for run in runs]
     needed = {start for path in ROOT.glob('config/**/*.py') for start in starts(path)}
 
-    def smoke(config):
+    def smoke(config, wait=True):
         for start in starts(config):
-            smoke(start)
-        out = folder / config.replace('config', 'out', 1).removesuffix('.py')
-        with locks[config]:
-            if config in done:
-                return out
-            data = ['--data=toy_stories', '--eval_data=None', '--seq_len=64'] if 'paper' in config else []
-            if 'molm' in config:                         # billions of parameters: counted, not trained
-                run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=0', cwd=folder)
-                return None
-            if data and 'byte_limit' in (ROOT / config).read_text():
-                data = ['--data=toy_bytes', '--byte_limit=8', '--block_size=576']
-            run('train.py', ROOT / config, *data, f'--data_dir={data_dir}', '--max_iters=2',
-                '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
-                '--sample_tokens=2', '--log_interval=1', cwd=folder)
-            done.add(config)
-            if 'paper' in config and config not in needed:
-                (out / 'ckpt.pt').unlink()               # hundreds of megabytes
-        return out
+            smoke(start, wait=False)
+        if config not in futures:
+            keep = 'paper' not in config or config in needed     # others are hundreds of megabytes
+            futures[config] = beside.submit(train_smoke, config, folder, data_dir, keep)
+        return futures[config].result() if wait else futures[config]
     yield smoke
+    for future in futures.values():
+        future.cancel()
+    wait_for(futures.values())
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope='session')
-def beside():
-    """A thread for long runs, one after the other, beside the tests: most of these keep one core busy."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture(scope='session')
-def smokes(smoke, beside, request):
-    """{config: the future of its run folder} of all tests that ask for one by `config`, in turn."""
+def smokes(smoke, request):
+    """{config: the future of its run folder} of all tests that ask for one by `config`. The toys come first:
+    other tests wait for them."""
     items = [item for item in request.session.items if 'smokes' in item.fixturenames]
     configs = [item.callspec.params['config'] for item in items]
-    return {config: beside.submit(smoke, config) for config in configs}
+    return {config: smoke(config, wait=False) for config in sorted(configs, key=lambda c: 'paper' in c)}
 
 
 @pytest.fixture(scope='session')
@@ -142,6 +178,13 @@ def start_early(request):
     for name in ('smokes', 'tour'):
         if any(name in item.fixturenames for item in request.session.items):
             request.getfixturevalue(name)
+
+
+@pytest.fixture
+def compile_model():
+    """torch.compile without what it remembers of other tests: for sizes that change it takes far longer."""
+    torch.compiler.reset()
+    return torch.compile
 
 
 def documents(folder, split):

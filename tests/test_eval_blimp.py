@@ -430,7 +430,7 @@ def test_learning_curve_as_a_user_runs_it(run, curve, runs, tmp_path):
     check_curve(done.stdout, runs, tmp_path)
     plot = [*curve, '--plot', tmp_path / 'curve.png']
     if importlib.util.find_spec('matplotlib'):           # only plots need it: it may not be installed
-        run('eval_blimp.py', *plot, cwd=tmp_path)
+        run('eval_blimp.py', *plot, cwd=tmp_path, here=True)
         assert (tmp_path / 'curve.png').read_bytes().startswith(b'\x89PNG')
     else:
         assert 'pip install matplotlib' in run('eval_blimp.py', *plot, cwd=tmp_path, code=2).stderr

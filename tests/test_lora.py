@@ -218,10 +218,10 @@ def test_state_dict_copies_and_precision():
 
 
 @pytest.mark.slow
-def test_compiled():
+def test_compiled(compile_model):
     """In one graph, and with the adapters in it."""
     model, ids = stir(add_lora(make('papaformer_share'))), some_ids()
-    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    compiled = compile_model(model, backend='eager', fullgraph=True)
     torch.testing.assert_close(compiled(ids)[0], model(ids)[0])
 
 
@@ -244,14 +244,14 @@ def test_as_surgery(run, smoke, data_dir, tmp_path):
               '--learning_rate=0.1']
     adding = [*common, f'--init_from={base}', '--surgery=lora.add_lora']
     added = [*adding, "--surgery_args={'rank': 2}", '--schedule=constant']
-    told = run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/lora').stdout
-    run('train.py', *added, '--max_iters=2', f'--out_dir={tmp_path}/half')
-    run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/half', '--resume')
+    told = run('train.py', *added, '--max_iters=3', f'--out_dir={tmp_path}/lora', here=True).stdout
+    for more in (['--max_iters=2'], ['--max_iters=3', '--resume']):
+        run('train.py', *added, f'--out_dir={tmp_path}/half', *more, here=True)
     adapted, resumed = (load_checkpoint(tmp_path / name)[0] for name in ('lora', 'half'))
     resumed = resumed.state_dict()
     assert all(torch.equal(p, resumed[name]) for name, p in adapted.state_dict().items())
     run('train.py', *common, f'--init_from={tmp_path}/lora', '--surgery=lora.merge_lora', '--max_iters=0',
-        f'--out_dir={tmp_path}/merged')
+        f'--out_dir={tmp_path}/merged', here=True)
     plain, merged = (load_checkpoint(path)[0] for path in (base, tmp_path / 'merged'))
     trained = sum(p.numel() for name, p in adapted.named_parameters() if 'lora' in name)
     assert 0 < trained and f'active per token, {trained / 1e6:.2f}M trained\n' in told

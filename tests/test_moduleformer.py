@@ -674,7 +674,7 @@ def test_config_errors(wrong, word):
 @pytest.mark.slow
 @NO_BF16
 @pytest.mark.parametrize('changes', [dict(), dict(WIDE, query_block=8)], ids=str)
-def test_bfloat16_autocast_and_one_graph(changes):
+def test_bfloat16_autocast_and_one_graph(compile_model, changes):
     """Under autocast modules compute in bfloat16, the router in float32; one graph, no value is read."""
     every = dict(d_ffd=16, n_att=3, n_ffd=3, top_k=3)    # widths in multiples of 8; K = E: no choice flips
     torch.manual_seed(0)
@@ -687,7 +687,7 @@ def test_bfloat16_autocast_and_one_graph(changes):
     def backend(graph, _):                               # as backend='eager', and the graph is kept
         graphs.append(graph)
         return graph
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = compile_model(model, backend=backend, fullgraph=True)
     hooks = [m.register_forward_hook(lambda m, a, out: seen.append((a[0].dtype, out[0].dtype)))
              for m in model.modules() if isinstance(m, Router)]
     for m in (model, compiled):
@@ -710,11 +710,11 @@ def test_bfloat16_autocast_and_one_graph(changes):
 
 
 @pytest.mark.slow
-def test_compiled_is_eager():
+def test_compiled_is_eager(compile_model):
     """In float32, where the loop over groups reads their sizes and the graph breaks."""
     model, x = make(dtype=torch.float32, n_layer=1, n_att=2, n_ffd=2, query_block=8), tokens(1, 6)
     found = []
-    for m in (model, torch.compile(model, backend='aot_eager')):
+    for m in (model, compile_model(model, backend='aot_eager')):
         model.zero_grad()
         _, loss, aux = m(x, x.flip(1))
         (loss + aux['mi']).backward()

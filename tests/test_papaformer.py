@@ -580,10 +580,10 @@ def test_where_dropout_is(changes, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
 @pytest.mark.parametrize('connection', CONNECTIONS)
-def test_bfloat16_autocast_and_one_graph(connection):
+def test_bfloat16_autocast_and_one_graph(compile_model, connection):
     """Under autocast the model trains in bfloat16, and compiles without a graph break: no value is read."""
     model, x = make(dtype=torch.float32, connection=connection).train(), tokens(2, 12)
-    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    compiled = compile_model(model, backend='eager', fullgraph=True)
     torch.manual_seed(3)
     exact = model(x, x)[1]
     with torch.autocast('cpu', torch.bfloat16):

@@ -496,7 +496,7 @@ def test_dropout_places(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
 @pytest.mark.parametrize('changes', [dict(gate='matrix'), dict(gate='vector', n=4, k=2)], ids=str)
-def test_bfloat16_autocast_and_one_graph(changes):
+def test_bfloat16_autocast_and_one_graph(compile_model, changes):
     """Under autocast the model trains in bfloat16, and compiles without a graph break: no value is read."""
     model, x = make(dtype=torch.float32, **changes), tokens(2, 16)
     exact = model(x, x)[1]
@@ -505,7 +505,7 @@ def test_bfloat16_autocast_and_one_graph(changes):
     def backend(graph, _):                               # as backend='eager', and the graph is kept
         graphs.append(graph)
         return graph
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = compile_model(model, backend=backend, fullgraph=True)
     with torch.autocast('cpu', torch.bfloat16):
         for m in (model, compiled):
             _, loss, aux = m(x, x)

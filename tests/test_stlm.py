@@ -636,7 +636,7 @@ def test_dropout_places(changes, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('changes', [dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
-def test_a_schedule_compiles_once_and_in_one_graph(changes):
+def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model = make(dtype=torch.float32, dropout=0.1, **changes)
     x, place = inputs(model, 16), model.dropout.p.data_ptr()             # where a captured graph would look
@@ -646,7 +646,7 @@ def test_a_schedule_compiles_once_and_in_one_graph(changes):
     def backend(graph, _):                               # as backend='eager', and the graph is kept
         graphs.append(graph)
         return graph
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = compile_model(model, backend=backend, fullgraph=True)
     y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):

@@ -717,7 +717,7 @@ def test_bfloat16_autocast():
 
 
 @pytest.mark.slow
-def test_training_compiles_in_one_graph():
+def test_training_compiles_in_one_graph(compile_model):
     """Nothing asks for a value; the losses are those without torch.compile, and the gradients too."""
     torch.set_default_dtype(torch.float32)
     model, x, y = make(n_layer=3, layer_dropout=0.2, exit_loss=True), tokens(3, 16), tokens(3, 16, seed=2)
@@ -727,7 +727,7 @@ def test_training_compiles_in_one_graph():
         graphs.append(graph)
         return graph
     found = []
-    for call in (model, torch.compile(model, backend=backend, fullgraph=True)):
+    for call in (model, compile_model(model, backend=backend, fullgraph=True)):
         model.zero_grad()
         torch.manual_seed(0)
         _, loss, aux = call(x, y)

@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ TINY = ['--model=moep', '--block_size=32', '--n_layer=2', '--n_head=2', '--n_emb
 ENDLESS = ['--model=moduleformer', '--block_size=32', '--n_layer=1', '--n_embd=16', '--n_att=2', '--d_att=8',
            '--n_head=1', '--n_ffd=2', '--d_ffd=16', '--top_k=1', '--d_router=8',
            *TRAINING[1:]]                       # without positions: what segment memory needs
-ONE_THREAD = {**os.environ, 'OMP_NUM_THREADS': '1'}
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py')
                  if 'arena' not in path.parts)   # those: tests/tools/test_arena.py
 
@@ -46,6 +45,14 @@ def tiny(run, data_dir, tmp_path):
         folders = [f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}']
         return run('train.py', *keys, *folders, *args, here=here, **more)
     return tiny
+
+
+@pytest.fixture
+def tiny_fork(fork, data_dir, tmp_path):
+    """A small run in a process of its own. Such runs have the same bits; those of one here may differ."""
+    def tiny_fork(*args, out='run', keys=TINY, **more):
+        return fork(*keys, f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}', *args, **more)
+    return tiny_fork
 
 
 def read_log(folder):
@@ -308,14 +315,12 @@ def test_segment_memory_is_refused_where_keys_have_positions(run, data_dir, tmp_
 
 
 @pytest.mark.slow
-def test_seven_kills(tiny, data_dir, tmp_path):
+def test_seven_kills(tiny_fork, tmp_path):
     """SIGKILL before the first save, during saves and at random moments: the run is the one that nobody
     disturbed."""
-    args = ['--max_iters=200', '--save_interval=7', '--eval_interval=50', '--dropout=0.2']
-    tiny(*args, out='calm', here=False)
+    args = ['--max_iters=120', '--save_interval=7', '--eval_interval=30', '--dropout=0.2']
+    calm = tiny_fork(*args, out='calm')
     out = tmp_path / 'run'
-    command = [sys.executable, str(ROOT / 'train.py'), *TINY, f'--data_dir={data_dir}', f'--out_dir={out}',
-               '--resume', *args]
     rng = random.Random(0)
 
     def steps_in_log():
@@ -324,27 +329,29 @@ def test_seven_kills(tiny, data_dir, tmp_path):
     at = 0                                               # the step of the last checkpoint
     for kill in range(7):
         (out / 'ckpt.tmp').unlink(missing_ok=True)
-        process = subprocess.Popen(command, env=ONE_THREAD, stdout=subprocess.DEVNULL)
+        process = tiny_fork('--resume', *args)
         if kill == 0:                                    # before the first checkpoint
             while steps_in_log() == 0:
                 time.sleep(0.001)
         elif kill % 2:                                   # during a save, which lasts milliseconds: no sleep
-            while not (out / 'ckpt.pt.tmp').exists() and process.poll() is None:
+            while not (out / 'ckpt.pt.tmp').exists() and process.is_alive():
                 pass
         else:                                            # anywhere
             steps = at + rng.randint(1, 20)
-            while steps_in_log() < steps and process.poll() is None:
+            while steps_in_log() < steps and process.is_alive():
                 time.sleep(0.001)
         during_save += (out / 'ckpt.pt.tmp').exists()
         process.kill()
-        process.wait()
+        process.join()
         assert (out / 'ckpt.pt').exists() or at == 0     # once there is a checkpoint, there is always one,
         if (out / 'ckpt.pt').exists():
             at = read_checkpoint(out)['iter']            # and it can be read
     assert during_save >= 2 and at > 0
-    tiny('--resume', *args, here=False)
+    for process in (calm, tiny_fork('--resume', *args)):
+        process.join()
+        assert process.exitcode == 0
     calm, disturbed = losses(tmp_path / 'calm'), losses(out)
-    assert calm == disturbed and list(calm) == list(range(1, 201))
+    assert calm == disturbed and list(calm) == list(range(1, 121))
     assert same(weights(tmp_path / 'calm'), weights(out))
     logs = [read_log(tmp_path / 'calm'), read_log(out)]
     for record in [*logs[0], *logs[1]]:
@@ -356,22 +363,22 @@ def test_seven_kills(tiny, data_dir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_signals_save_first(tiny, data_dir, tmp_path, number):
+def test_signals_save_first(tiny_fork, tmp_path, number):
     args = ['--max_iters=60', '--save_interval=1000', '--eval_interval=1000', '--stream', '--seq_len=16',
             '--memory=16']
-    tiny(*args, out='calm', keys=ENDLESS, here=False)
+    calm = tiny_fork(*args, out='calm', keys=ENDLESS)
     out = tmp_path / 'run'
-    folders = [f'--data_dir={data_dir}', f'--out_dir={out}']
-    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *ENDLESS, *folders, *args],
-                               env=ONE_THREAD, stdout=subprocess.PIPE, text=True)
+    process = tiny_fork(*args, keys=ENDLESS, output=tmp_path / 'output')
     while not (out / 'log.jsonl').exists() or (out / 'log.jsonl').read_bytes().count(b'"loss"') < 5:
         time.sleep(0.001)
-    process.send_signal(number)
-    stdout, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and '--resume' in stdout
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number and '--resume' in (tmp_path / 'output').read_text()
     at = torch.load(out / 'ckpt.pt', weights_only=True)['iter']
     assert 4 <= at < 60                                  # the first "loss" is that of validation
-    tiny('--resume', *args, keys=ENDLESS, here=False)
+    for process in (calm, tiny_fork('--resume', *args, keys=ENDLESS)):
+        process.join()
+        assert process.exitcode == 0
     assert losses(out) == losses(tmp_path / 'calm')      # segment memory and place in the streams came along
 
 
@@ -413,23 +420,23 @@ def test_a_checkpoint_never_holds_nan(tiny, tmp_path):
 
 def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
     """Another batch size, or other processes: no chunk twice, none left out, no step back in the schedule."""
-    plan = ['--epochs=0.01', '--save_interval=1']        # 208 chunks
+    plan = ['--epochs=0.005', '--save_interval=1']       # 104 chunks
     tiny(*plan, out='whole')
     steps = [r for r in read_log(tmp_path / 'whole') if 'loss' in r]
-    assert steps[-1]['chunks'] == 208 and len(steps) == 104
-    tiny(*plan, '--max_iters=40')
+    assert steps[-1]['chunks'] == 104 and len(steps) == 52
+    tiny(*plan, '--max_iters=23')
     told = tiny(*plan, '--resume', '--batch_size=5').stdout
     assert 'resume    a step reads 5 chunks now, 2 before; the data goes on where it stopped' in told
     tiny(*plan, '--resume', '--batch_size=4')            # 3 chunks are left: no step
     log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
-    assert [r['iter'] for r in log] == list(range(1, 66))
-    assert [r['chunks'] for r in log] == [*range(2, 81, 2), *range(85, 206, 5)]
+    assert [r['iter'] for r in log] == list(range(1, 35))
+    assert [r['chunks'] for r in log] == [*range(2, 47, 2), *range(51, 102, 5)]
     at = {r['chunks']: r['lr'] for r in steps}           # the rate after so many chunks
-    for a, b in zip(log[39:], log[40:]):
+    for a, b in zip(log[22:], log[23:]):
         if a['chunks'] + 2 in at:
             assert math.isclose(b['lr'], at[a['chunks'] + 2])
     assert 'nothing is left to train' in tiny(*plan, '--resume', '--batch_size=5').stdout
-    assert 'from step 65' in tiny(*plan, '--resume', '--max_iters=0').stdout
+    assert 'from step 34' in tiny(*plan, '--resume', '--max_iters=0').stdout
 
 
 def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
@@ -465,18 +472,22 @@ def test_finished_runs_are_not_lost(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(tiny, data_dir, tmp_path):
+def test_two_processes_equal_one(tiny, tiny_fork, tmp_path):
     common = ['--max_iters=20', '--dropout=0.0', '--top_k=2',
               '--aux_weights=dict(block_balance=0.01, expert_balance=0.01)']
-    tiny(*common, '--gradient_accumulation_steps=4', out='one', here=False)
+    tiny(*common, '--gradient_accumulation_steps=4', out='one')
 
     def two(*args, out='two'):
-        start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-        folders = [f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}']
-        command = [*start, str(ROOT / 'train.py'), *TINY, *folders, *common]
-        done = subprocess.run([*command, '--gradient_accumulation_steps=2', *args], capture_output=True,
-                              text=True, env=ONE_THREAD)
-        assert done.returncode == 0, done.stderr
+        """With the environment that torchrun gives them."""
+        with socket.create_server(('localhost', 0)) as free:
+            port = str(free.getsockname()[1])
+        env = dict(MASTER_ADDR='localhost', MASTER_PORT=port, WORLD_SIZE='2')
+        outputs = [tmp_path / f'output_{rank}' for rank in (0, 1)]
+        ranks = [tiny_fork(*common, '--gradient_accumulation_steps=2', *args, out=out, output=output, **env,
+                           RANK=str(rank)) for rank, output in enumerate(outputs)]
+        for process, output in zip(ranks, outputs):
+            process.join()
+            assert process.exitcode == 0, output.read_text()
 
     def val_losses(folder):
         return [r['val']['toy_stories']['loss'] for r in read_log(folder) if 'val' in r]
@@ -488,7 +499,7 @@ def test_two_processes_equal_one(tiny, data_dir, tmp_path):
     assert np.allclose(val_losses(tmp_path / 'one'), val_losses(tmp_path / 'two'), atol=1e-4)
     two('--max_iters=22', '--resume')
     assert list(losses(tmp_path / 'two')) == list(range(1, 23))
-    tiny(*common, '--gradient_accumulation_steps=4', '--max_iters=22', '--resume', out='one', here=False)
+    tiny(*common, '--gradient_accumulation_steps=4', '--max_iters=22', '--resume', out='one')
     one, both = losses(tmp_path / 'one'), losses(tmp_path / 'two')
     assert abs(one[22] - both[22]) < 1e-4                # every process went on where it was
     two('--max_iters=23', '--resume', out='one')

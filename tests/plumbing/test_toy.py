@@ -65,7 +65,7 @@ def test_toy_at_once_and_after_a_kill(tmp_path, data_dir):
         return subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, stdout=subprocess.DEVNULL,
                                 stderr=subprocess.PIPE)
     killed = start()
-    time.sleep(2.5)
+    time.sleep(1)
     killed.kill()
     killed.wait()
     both = [start(), start()]

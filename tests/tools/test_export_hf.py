@@ -350,7 +350,7 @@ def test_as_a_user(run, data_dir, tmp_path):
     """Export with the checkpoints by words; a fresh process elsewhere loads a copy of the folder."""
     run('train.py', ROOT / 'config/moep.py', f'--data_dir={data_dir}', '--max_iters=2', '--batch_size=2',
         '--gradient_accumulation_steps=1', '--eval_tokens=64', '--sample_tokens=0',
-        '--checkpoint_words=[99]', cwd=tmp_path)
+        '--checkpoint_words=[99]', cwd=tmp_path, here=True)
     home = tmp_path / 'home'
     with open(tmp_path / 'out/moep/log.jsonl', 'a') as log:
         log.write('{"iter": 1, "val": 5}\n')             # a damaged line
