@@ -229,7 +229,7 @@ class Block(nn.Module):
         hidden = hidden or math.ceil(8 * d / 3 / 32) * 32
         self.n_head = n_head
         self.layer = layer
-        self.norm_1, self.norm_2 = nn.RMSNorm(d, eps=1e-6), nn.RMSNorm(d, eps=1e-6)
+        self.norm_1, self.norm_2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.proj = nn.Linear(d, d, bias=False) if config.attn_out_proj else nn.Identity()
         self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
@@ -266,7 +266,7 @@ class PaPaformer(nn.Module):
             self.shrink = Share(c.n_embd, c.path_embd)
             if c.connection != 'share':                  # the last Share already maps to d_L
                 self.grow = Share(c.path_embd[0], [c.n_embd])
-        self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
+        self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-5)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
 
@@ -355,11 +355,12 @@ def compose(paths, **settings):
     """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
     width is the sum of theirs. Embedding and head are concatenated along the width, in the order of
     the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
-    new config that do not follow from the paths; without them block_size and n_head are the paths',
-    and the others have their defaults: dropout is 0, whatever the paths had."""
+    new config that do not follow from the paths. Without them block_size and dropout are the largest
+    of the paths', n_head is the sum of theirs, and the others have their defaults."""
     check_paths(paths, settings)
     configs = [path.config for path in paths]
-    default = dict(block_size=max(c.block_size for c in configs), n_head=sum(c.n_head for c in configs))
+    default = dict(block_size=max(c.block_size for c in configs), dropout=max(c.dropout for c in configs),
+                   n_head=sum(c.n_head for c in configs))
     fixed = dict(vocab_size=configs[0].vocab_size, attn_out_proj=configs[0].attn_out_proj,
                  n_embd=sum(c.n_embd for c in configs), n_parallel=configs[0].n_layer,
                  path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],

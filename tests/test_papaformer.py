@@ -51,7 +51,7 @@ def router_of(form='intended', n=3, **changes):
 
 
 def rms_norm(x, gain):
-    return x / torch.sqrt(sum(v * v for v in x) / len(x) + 1e-6) * gain
+    return x / torch.sqrt(sum(v * v for v in x) / len(x) + 1e-5) * gain
 
 
 def rotate(x, position):
@@ -311,6 +311,12 @@ def test_minimising_spreads_or_collapses():
 
 
 # ---- Compose -------------------------------------------------------------------------------------
+
+
+def test_compose_keeps_dropout():
+    paths = [make_path(i, dropout=p) for i, p in enumerate([0.1, 0.2])]
+    assert compose(paths).config.dropout == 0.2
+    assert compose(paths, dropout=0.0).config.dropout == 0.0
 
 
 @pytest.mark.parametrize('connection', CONNECTIONS)

@@ -15,7 +15,7 @@ top_k = 2
 dropout = 0.0
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)
 
-max_iters = 2930               # 1.5M tokens; the recipe of all entries, from here on
+max_iters = 976                 # 0.5M tokens; the recipe of all entries, from here on
 batch_size = 8
 learning_rate = 3e-3            # not swept yet
 min_lr = 2e-4

@@ -8,7 +8,7 @@ n_head = 3
 n_embd = 96
 dropout = 0.0
 
-max_iters = 2930               # 1.5M tokens; the recipe of all entries, from here on
+max_iters = 976                 # 0.5M tokens; the recipe of all entries, from here on
 batch_size = 8
 optimizer = 'muon'
 learning_rate = 3e-3            # of the embeddings; not swept yet

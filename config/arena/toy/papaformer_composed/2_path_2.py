@@ -9,7 +9,7 @@ n_head = 2
 n_embd = 40
 n_parallel = 0
 
-max_iters = 879                 # 0.45M tokens; the recipe of all entries, from here on
+max_iters = 293                 # 0.15M tokens; the recipe of all entries, from here on
 batch_size = 8
 learning_rate = 3e-3            # not swept yet
 min_lr = 2e-4

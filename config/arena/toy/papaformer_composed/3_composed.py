@@ -8,7 +8,7 @@ init_from = ['out/arena/toy/papaformer_composed/1_path_1',
 surgery = 'compose'
 surgery_args = dict(connection='share')
 
-max_iters = 1172                # 0.6M tokens; the recipe of all entries, from here on
+max_iters = 390                 # 0.2M tokens; the recipe of all entries, from here on
 batch_size = 8
 learning_rate = 3e-3            # not swept yet
 min_lr = 2e-4

@@ -9,7 +9,7 @@ n_kv_head = 2
 n_embd = 80
 gate = 'none'
 
-max_iters = 1465                # 0.75M tokens; the recipe of all entries, from here on
+max_iters = 488                 # 0.25M tokens; the recipe of all entries, from here on
 batch_size = 8
 learning_rate = 3e-3            # not swept yet
 min_lr = 2e-4

@@ -6,7 +6,7 @@ init_from = 'out/arena/toy/selfmoe_gates/1_base'
 surgery = 'add_gates'
 surgery_args = dict(kind='matrix')
 
-max_iters = 1465                # 0.75M tokens; the recipe of all entries, from here on
+max_iters = 488                 # 0.25M tokens; the recipe of all entries, from here on
 batch_size = 8
 learning_rate = 3e-3            # not swept yet
 min_lr = 2e-4
