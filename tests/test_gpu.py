@@ -18,7 +18,7 @@ import stlm_depth
 import train
 from plumbing import settings, shard
 from plumbing.machine import Machine, Replay
-from tools import bench
+from tools import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 
@@ -44,7 +44,7 @@ def steps(model, n, machine, model_as=lambda m: m, wanted=True):
     s = settings.Settings(batch_size=4, gradient_accumulation_steps=2,
                           aux_weights=WEIGHTS.get(type(model), {}))
     torch.manual_seed(0)
-    data = bench.RandomTokens(100, 8, 32, machine.device)
+    data = measure.RandomTokens(100, 8, 32, machine.device)
     torch.manual_seed(1)                                 # of dropout and Gumbel noise
     trained = model_as(model)
     optimizer = train.make_optimizer(model, s, machine)

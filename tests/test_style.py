@@ -121,7 +121,7 @@ def test_plumbing_imports_no_script_and_no_model():
 def test_who_imports_train():
     """Only for its step: everything else that is shared lies in plumbing."""
     found = [name_of(path) for path in [*TOP, *PLUMBING, *TOOLS] if 'train' in imports(path)]
-    assert set(found) <= {'finetune.py', 'tools/bench.py'}
+    assert set(found) <= {'finetune.py', 'tools/measure.py'}
 
 
 def test_train_knows_no_model_by_name():

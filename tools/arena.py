@@ -23,7 +23,7 @@ from plumbing.cli import Parser, UserError, between, parse_json, run_main, write
 from plumbing.data import named_sets
 from plumbing.models import ROOT, import_model, sketch
 from plumbing.settings import read_config, read_settings
-from tools.bench import ATTENTION
+from tools.flops import training_flops
 from tools.leaderboard import MODES, TRACKS, classes, read_results, show
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
@@ -62,7 +62,7 @@ def check_entry(stages, track):
         return
     model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)
     total, active = model.count_params()
-    cost = flops(s.model, model.config, active, s.seq_len)
+    cost = training_flops(s.model, model.config, active, s.seq_len or model.config.block_size)
     if not classes(dict(parameters=total, flops_per_token=cost), track):
         raise UserError(f'{config} has {total / 1e6:.2f}M parameters and takes {cost / 1e6:.2f}M FLOPs '
                         f"per token; an entry has {rules['parameters'] / 1e6:g}M, or takes "
@@ -80,14 +80,6 @@ def is_there(file, stages):
         raise UserError(f'{file} is of another version of {stages[-1]}: delete it and its run, or '
                         'give the new version a name of its own')
     return file.exists()
-
-
-def flops(name, config, active, seq_len):
-    """Of training, per token, as tools.bench counts them; what a model inherits is known there."""
-    known = [c.__module__ for c in import_model(name).Model.__mro__ if c.__module__ in ATTENTION]
-    if not known:
-        raise UserError(f'tools/bench.py cannot count the attention of {name}: add it to ATTENTION')
-    return 6 * active + 6 * ATTENTION[known[0]](config) * (seq_len or config.block_size)
 
 
 # ---- Running ------------------------------------------------------------------------------------
@@ -147,7 +139,8 @@ def read_run(folder):
     return dict(
         {key: about[key] for key in ('device', 'torch', 'parameters', 'active')},
         command=f"python {about['command']}",
-        flops_per_token=flops(s['model'], config, about['active'], s['seq_len']),
+        flops_per_token=training_flops(
+            s['model'], config, about['active'], s['seq_len'] or config.block_size),
         tokens=about['steps'] * about['tokens_per_step'],
         tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
         minutes=last['seconds'] / 60,

@@ -9,156 +9,49 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
-without parallel layers) of as many parameters. Training takes 6 FLOPs per token for each active
-parameter and, for causal attention, 6 per unit of its width and position. The machine's rate is that
-of one large matrix product in the same run. Any setting can be given as --key=value, as to train.py.
+without parallel layers) of as many parameters. On a GPU all rows are compiled at the same time, and
+measured one after the other. tools/flops.py says how FLOPs are counted; the machine's rate is that of
+one large matrix product in the same run. Any setting can be given as --key=value, as to train.py.
 """
 
-import statistics
-import time
-from dataclasses import replace
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from moep import MoEP
 from plumbing.cli import Parser, UserError, check_writable, run_main, short, write_json
-from plumbing.data import Data
-from plumbing.machine import Machine, Replay
-from plumbing.models import make_config
-from plumbing.settings import read_settings
-from tools.bench_others import dense_like, nanogpt_like, nanogpt_step
-from train import compile_model, make_optimizer, train_step
+from plumbing.machine import Machine
+from plumbing.models import import_model, make_config, sketch
+from plumbing.settings import Settings, read_settings
+from tools.bench_others import dense_like, nanogpt_like
+from tools.flops import training_flops
+from tools.measure import generation, make_step, matrix_rate, prefill, training
 
-ATTENTION = dict(      # the width of a token's query heads in all layers; add your model's here
-    nanogpt_model=lambda c: c.n_layer * c.n_embd,
-    moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
-    papaformer=lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
-    moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
-    selfmoe=lambda c: c.n_layer * c.n_embd,
-    stlm=lambda c: c.n_layer * c.n_embd,
-    strong=lambda c: c.n_layer * c.n_embd,
-    stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
 DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 
 
-def seconds(work, machine, repeat=5, at_least=0.2):
-    """The median time of one call, of `repeat` measurements that each last `at_least` seconds."""
-    def timed(n):
-        start = time.perf_counter()
-        for _ in range(n):
-            work()
-        if machine.device.type != 'cpu':
-            torch.accelerator.synchronize()
-        return (time.perf_counter() - start) / n
-    timed(1)                                             # warms up
-    once = timed(1)
-    if once > at_least:                                  # slow: a call is a measurement
-        more = repeat - 1 if once < 10 * at_least else 0         # very slow: one is enough
-        return statistics.median([once, *(timed(1) for _ in range(more))])
-    n = max(1, round(at_least / timed(2)))
-    return statistics.median(timed(n) for _ in range(repeat))
+# ---- The rows of the table ----------------------------------------------------------------------
+
+@dataclass
+class Row:
+    name: str
+    file: str                            # the model file
+    config: object                       # the model's
+    s: Settings
+    T: int
+
+    def build(self, args):
+        torch.manual_seed(self.s.seed)
+        if self.file == 'nanogpt_model':
+            return nanogpt_like(args.nanogpt, self.config)
+        return import_model(self.file).Model(self.config)
 
 
-def matrix_rate(machine):
-    """FLOP per second of a large matrix product, in the precision that is trained in."""
-    n = 8192 if machine.cuda else 1024
-    a, b = (torch.randn(n, n, device=machine.device, dtype=machine.dtype) for _ in range(2))
-    return 2 * n ** 3 / seconds(lambda: a @ b, machine)
-
-
-class RandomTokens(Data):
-    """Chunks of random tokens, at random places."""
-    def __init__(self, vocab_size, rows, T, device):
-        self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
-        self.rows = rows
-        self.T = T
-        self.pad = -1
-        self.random = np.random.default_rng(0)
-
-    def take(self, n):
-        return self.random.integers(63 * (self.T + 1), size=n)
-
-
-def training(model, s, T, machine):
-    """One training step after another: train.py's own, or nanoGPT's."""
-    s = replace(s, memory=0)
-    rows = s.batch_size * s.gradient_accumulation_steps
-    data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
-    if hasattr(model, 'configure_optimizers'):
-        step = nanogpt_step(model, data, s, machine)
-    else:
-        optimizer = make_optimizer(model, s, machine)
-        compiles = s.compile or (s.compile is None and machine.cuda)
-        trained = compile_model(model.train()) if compiles else model.train()
-        take_step = lambda starts: train_step(trained, optimizer, data, starts, None, s, machine)
-        replay = Replay(take_step, machine, s.graph)
-        step = lambda: replay(data.next_starts())
-    step()                                               # compiles, and allocates AdamW's state
-    if machine.cuda:
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):                               # the third is recorded as a CUDA graph
-            step()
-    took = seconds(step, machine)
-    return dict(tokens_per_s=rows * T / took, ms=1e3 * took)
-
-
-@torch.no_grad()
-def generation(model, rows, n, machine):
-    """n greedy tokens, with the cache and without."""
-    start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
-
-    def uncached():
-        ids = start
-        for _ in range(n):
-            ids = torch.cat((ids, model(ids)[0][:, -1:].argmax(-1)), 1)
-    with machine.autocast():
-        fast = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
-        slow = seconds(uncached, machine, repeat=3)
-    return dict(tokens_per_s=rows * n / fast, no_cache=rows * n / slow, ms=1e3 * fast / n)
-
-
-@torch.no_grad()
-def prefill(model, rows, T, machine):
-    """One forward over (rows, T) tokens, logits of the last one."""
-    ids = torch.randint(model.config.vocab_size, (rows, T), device=machine.device)
-    head = model.head if hasattr(model, 'head') else model.wte
-
-    def read():
-        states, _ = model.features(ids)
-        return states[:, -1] @ head.weight.T.to(states.dtype)
-    with machine.autocast():
-        took = seconds(read, machine)
-    return dict(tokens_per_s=rows * T / took, ms=1e3 * took)
-
-
-def measure(model, name, s, T, args, machine, rate):
-    """One line of the table."""
-    model.to(machine.device).eval()
-    if machine.cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    total, active = model.count_params()
-    kinds = [kind.__module__ for kind in type(model).__mro__ if kind.__module__ in ATTENTION]
-    width = ATTENTION[kinds[0]](model.config) if kinds else 0    # of all queries of a token
-    flops = 2 * active + 2 * width * T                   # of a forward, at the mean position T / 2
-    rows = s.batch_size
-    if args.generate:
-        found = generation(model, rows, args.generate, machine)
-    elif args.prefill:
-        found = prefill(model, rows, T, machine)
-    else:
-        found = training(model, s, T, machine)
-        rows *= s.gradient_accumulation_steps
-        flops *= 3                                       # backward costs twice the forward
-    gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
-    return dict(name=name, rows=rows, T=T, total=total, active=active, **found, gib=gib,
-                flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
-
-
-def variants(args, extra):
-    """(name, settings, model file, its keys, T) for every config and every value of --sweep."""
+def plan_rows(args, extra):
+    """A row for every config, value of --sweep and batch size, and those that go beside it."""
     key, _, values = (args.sweep or '').partition('=')
     for config in args.configs:
         for value in values.split(','):
@@ -179,8 +72,55 @@ def variants(args, extra):
             elif args.prefill:
                 s.batch_size, T = 32, s.seq_len or 1024
             keys['block_size'] = max(T, keys['block_size'])
-            make_config(module, keys)                    # reports mistakes before any work
-            yield name, s, module, keys, T
+            made = make_config(module, keys)             # reports mistakes before any work
+            dense = dense_like(sketch(module, keys), T) if args.dense else None
+            for batch_size in args.batch_size or [s.batch_size]:
+                s = replace(s, batch_size=batch_size)
+                yield Row(name, s.model, made, s, T)
+                like = made if s.model == 'moep' and not made.n_parallel else dense
+                if dense:
+                    s = replace(s, aux_weights={})
+                    yield Row('  GPT-2 of that size', 'moep', dense, s, T)
+                if args.nanogpt and like:
+                    yield Row('  nanoGPT', 'nanogpt_model', like, s, T)
+
+
+def compile_rows(rows, args):
+    """torch keeps on disk what it has compiled. So every row takes one step, all at the same time and
+    each in a process of its own. When its turn comes to be measured, it starts in seconds."""
+    at_once = min(len(rows), 8)
+    os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', str(max(1, os.cpu_count() // at_once)))
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context('spawn')) as pool:
+        for _ in [pool.submit(first_step, row, args) for row in rows]:
+            pass                                         # what fails here fails again, and says why
+
+
+def first_step(row, args):
+    machine = Machine(row.s.device, row.s.dtype)
+    make_step(row.build(args).to(machine.device), row.s, row.T, machine)()
+
+
+def measure(row, args, machine, rate):
+    """One line of the table."""
+    s, model = row.s, row.build(args).to(machine.device).eval()
+    if machine.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    total, active = model.count_params()
+    flops = training_flops(row.file, row.config, active, row.T)
+    rows = s.batch_size
+    if args.generate:
+        found = generation(model, rows, args.generate, machine)
+    elif args.prefill:
+        found = prefill(model, rows, row.T, machine)
+    else:
+        found = training(model, s, row.T, machine)
+        rows *= s.gradient_accumulation_steps
+    if args.generate or args.prefill:
+        flops /= 3                                       # forward alone
+    gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
+    return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **found, gib=gib,
+                flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
 
 
 def show(row):
@@ -216,31 +156,22 @@ def read_arguments():
 
 def main():
     args, extra = read_arguments()
-    planned = list(variants(args, extra))
-    machine = Machine(planned[0][1].device, planned[0][1].dtype)
+    planned = list(plan_rows(args, extra))
+    machine = Machine(planned[0].s.device, planned[0].s.dtype)
     rate = matrix_rate(machine)
     uncached = '  no cache  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     sheet = next((f' (data sheet: {DATA_SHEET[name]})' for name in DATA_SHEET if name in device), '')
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product{sheet}; '
           f'a vocabulary of {args.vocab_size:,} where a config names none')
+    if machine.cuda and len(planned) > 1 and not (args.generate or args.prefill):
+        compile_rows(planned, args)
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
-    def add(name, model, s, T):
-        rows.append(measure(model, name, s, T, args, machine, rate))
+    for row in planned:
+        rows.append(measure(row, args, machine, rate))
         show(rows[-1])
-    for name, s, module, keys, T in planned:
-        for batch_size in args.batch_size or [s.batch_size]:
-            s.batch_size = batch_size
-            torch.manual_seed(s.seed)
-            model = module.Model(make_config(module, keys))
-            add(name, model, s, T)
-            if args.dense:
-                model = MoEP(dense_like(model, T))       # the other one gives its memory back
-                add('  GPT-2 of that size', model, replace(s, aux_weights={}), T)
-            if args.nanogpt and isinstance(model, MoEP) and not model.config.n_parallel:
-                add('  nanoGPT', nanogpt_like(args.nanogpt, model.config), s, T)
     if args.json:
         write_json(args.json, dict(device=device, dtype=str(machine.dtype), torch=torch.__version__,
                                    matrix_rate=rate, rows=rows))

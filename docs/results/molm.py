@@ -21,7 +21,7 @@ from plumbing.compiled import compile_model  # noqa: E402
 from plumbing.machine import Machine  # noqa: E402
 from plumbing.models import sketch  # noqa: E402
 from plumbing.settings import read_settings  # noqa: E402
-from tools import bench  # noqa: E402
+from tools import measure as timing  # noqa: E402
 
 ROWS, T = 32, 1024
 DENSE = {'410M': (24, 16, 1024), '1.4B': (24, 16, 2048), '2.8B': (32, 32, 2560)}     # layers, heads, width
@@ -44,9 +44,9 @@ def measure(name, machine):
     for p in model.parameters():
         p.data.normal_(std=0.02)
     torch.cuda.reset_peak_memory_stats()
-    plain = bench.prefill(model, ROWS, T, machine)
+    plain = timing.prefill(model, ROWS, T, machine)
     gib = torch.cuda.max_memory_allocated() / 2 ** 30
-    compiled = bench.prefill(compile_model(model).eval(), ROWS, T, machine)
+    compiled = timing.prefill(compile_model(model).eval(), ROWS, T, machine)
     return dict(name=name, total=total, active=active, gib=gib, ms=plain['ms'], compiled_ms=compiled['ms'],
                 tokens_per_s=compiled['tokens_per_s'])
 

@@ -23,7 +23,7 @@ from plumbing.folder import RunFolder  # noqa: E402
 from plumbing.machine import Machine  # noqa: E402
 from plumbing.models import sketch  # noqa: E402
 from plumbing.settings import read_settings  # noqa: E402
-from tools import bench, scale  # noqa: E402
+from tools import flops, measure, scale  # noqa: E402
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
     T = s.seq_len or model.config.block_size
     formula = scale.memory(model, s, T, world=1)
     machine = Machine(s.device, s.dtype)
-    rate = bench.matrix_rate(machine)
+    rate = measure.matrix_rate(machine)
     sys.argv = ['train.py', *argv, '--log_interval=1', '--overwrite']
     with mock.patch.object(RunFolder, 'save', lambda *args, **kwargs: None):
         train.main()
@@ -43,11 +43,11 @@ def main():
     val = [record['val'] for record in log if 'val' in record]
     speed = statistics.median(record['tokens_per_s'] for record in steps[len(steps) // 2:])
     total, active = model.count_params()
-    flops = 6 * (active + bench.ATTENTION[s.model](model.config) * (T + 2 * s.memory))
+    work = 6 * (active + flops.ATTENTION[s.model](model.config) * (T + 2 * s.memory))
     predicted = sum(formula.values())
     found = dict(
         device=torch.cuda.get_device_name() if machine.cuda else 'cpu', torch=torch.__version__, command=argv,
-        total=total, active=active, tokens_per_s=speed, share=flops * speed / rate, matrix_rate=rate,
+        total=total, active=active, tokens_per_s=speed, share=work * speed / rate, matrix_rate=rate,
         gib=peak / 2 ** 30, formula_gib=predicted / 2 ** 30, formula=formula, val=val,
         losses=[round(record['loss'], 4) for record in steps])
     file.write_text(json.dumps(found) + '\n', encoding='utf-8')

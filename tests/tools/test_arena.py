@@ -16,7 +16,7 @@ from conftest import ROOT, run_here
 from plumbing.cli import UserError
 from plumbing.models import sketch
 from plumbing.settings import read_settings
-from tools import arena, leaderboard
+from tools import arena, flops, leaderboard
 
 TINY = """model = 'moep'
 data = 'toy_stories'
@@ -233,9 +233,9 @@ def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
 
 
 def test_a_model_whose_attention_is_not_known(monkeypatch):
-    monkeypatch.delitem(arena.ATTENTION, 'moep')
+    monkeypatch.delitem(flops.ATTENTION, 'moep')
     with pytest.raises(UserError, match='add it to ATTENTION'):
-        arena.flops('moep', None, 1, 1)
+        flops.training_flops('moep', None, 1, 1)
 
 
 # ---- The table ----------------------------------------------------------------------------------

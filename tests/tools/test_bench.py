@@ -2,6 +2,7 @@
 are asserted."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -12,16 +13,16 @@ from conftest import ROOT
 from moep import MoEP, MoEPConfig
 from plumbing.machine import Machine
 from plumbing.settings import read_settings
-from tools import bench
+from tools import bench, measure
 
 TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--block_size=16', '--vocab_size=64', '--batch_size=2']
-SECONDS = bench.seconds
+SECONDS = measure.seconds
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """One call is a measurement."""
-    monkeypatch.setattr(bench, 'seconds', lambda work, machine, **_: (work(), 0.5)[1])
+    monkeypatch.setattr(measure, 'seconds', lambda work, machine, **_: (work(), 0.5)[1])
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def measured(run, tmp_path):
 def test_the_median_counts(monkeypatch):
     """Of calls that take 1, 9, 2, 8 and 3 seconds, after one that compiles."""
     clock, lasts = [0.0], iter([50, 1, 9, 2, 8, 3])
-    monkeypatch.setattr(bench.time, 'perf_counter', lambda: clock[0])
+    monkeypatch.setattr(measure.time, 'perf_counter', lambda: clock[0])
 
     def work():
         clock[0] += next(lasts)
@@ -69,9 +70,9 @@ def test_steps_are_training_steps():
         models.append(MoEP(MoEPConfig(**keys)))
     measured, mine = models
     torch.manual_seed(1)
-    bench.training(measured, s, 16, machine)             # the fixture makes it two steps
+    measure.training(measured, s, 16, machine)             # the fixture makes it two steps
     torch.manual_seed(1)
-    data = bench.RandomTokens(64, 4, 16, 'cpu')
+    data = measure.RandomTokens(64, 4, 16, 'cpu')
     optimizer = train.make_optimizer(mine, s, machine)
     for starts in (data.take(4), data.take(4)):
         for some in (starts[:2], starts[2:]):
@@ -174,3 +175,18 @@ def test_as_a_user(run):
     lines = run('tools.bench', 'config/gpt2.py', *TINY).stdout.splitlines()
     assert len(lines) == 3 and 'TFLOP/s in a large matrix product' in lines[0]
     assert lines[2].startswith('gpt2 ') and lines[2].endswith('%')
+
+
+def test_rows_compile_in_other_processes(monkeypatch):
+    """A row can be sent to another process, and its first step there is that of the measurement."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr('sys.argv', ['bench', 'config/moep.py', 'config/gpt2.py', '--batch_size', '1', '2'])
+    args, extra = bench.read_arguments()
+    rows = list(bench.plan_rows(args, [*extra, '--block_size=16', '--device=cpu']))
+    assert [(row.name, row.s.batch_size) for row in rows] == [
+        ('moep', 1), ('moep', 2), ('gpt2', 1), ('gpt2', 2)]
+    steps = []
+    monkeypatch.setattr(bench, 'make_step', lambda model, s, T, machine: lambda: steps.append((s, T)))
+    for row in pickle.loads(pickle.dumps(rows)):
+        bench.first_step(row, args)
+    assert steps == [(row.s, 16) for row in rows]

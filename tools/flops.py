@@ -1,0 +1,32 @@
+"""
+FLOPs per token, as tools.bench and tools.arena count them: in a forward 2 for each active parameter
+and, for causal attention, 2 per unit of its width and position. Backward takes twice as many.
+"""
+
+from plumbing.cli import UserError
+from plumbing.models import import_model
+
+ATTENTION = dict(      # the width of a token's query heads in all layers; add your model's here
+    nanogpt_model=lambda c: c.n_layer * c.n_embd,
+    moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
+    papaformer=lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
+    moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
+    selfmoe=lambda c: c.n_layer * c.n_embd,
+    stlm=lambda c: c.n_layer * c.n_embd,
+    strong=lambda c: c.n_layer * c.n_embd,
+    stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * routed_layers(c)))
+
+
+def routed_layers(c):
+    return c.n_layer // c.route_every
+
+
+def training_flops(name, config, active, T):
+    """Of the model file `name`, at a context of T; what a model inherits is known, too."""
+    kinds = [name]
+    if name not in ATTENTION:
+        kinds = [kind.__module__ for kind in import_model(name).Model.__mro__]
+    known = [kind for kind in kinds if kind in ATTENTION]
+    if not known:
+        raise UserError(f'tools/flops.py cannot count the attention of {name}: add it to ATTENTION')
+    return 6 * active + 6 * ATTENTION[known[0]](config) * T          # at the mean position T / 2
