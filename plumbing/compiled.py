@@ -13,9 +13,9 @@ import torch
 
 from plumbing.shard import blocks
 
-# These cost more than they save here: the fused gradients of norms were four times as slow, the
-# one-pass softmax twice.
-OFF = {'triton.mix_order_reduction', 'online_softmax'}
+# These cost more than they save here. The fused gradients of norms were four times as slow, the
+# one-pass softmax twice. The last two try variants of a kernel out: a third of MoEP's start, no speed.
+OFF = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise', 'shape_padding'}
 # A router turns autocast off. The graph says so in full, so torch may keep what it compiled.
 CACHED = {f'torch.amp.autocast_mode.{name}': '1' for name in ('_enter_autocast', '_exit_autocast')}
 

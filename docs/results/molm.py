@@ -54,14 +54,14 @@ def measure(name, machine):
 def main():
     names = sys.argv[2:] or ['410M', '1.4B', 'molm_4b_k2', '2.8B', 'molm_4b_k4', 'molm_8b_k2']
     machine = Machine('cuda', 'bfloat16')
-    rows = []
+    found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[])
     for name in names:
-        rows.append(measure(name, machine))
+        row = measure(name, machine)
+        found['rows'].append(row)
+        Path(sys.argv[1]).write_text(json.dumps(found) + '\n', encoding='utf-8')
         print('{name:12} {total:14,} parameters, {active:13,} active: {ms:7.1f} ms, compiled '
-              '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB'.format(**rows[-1]))
+              '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB'.format(**row), flush=True)
         torch.cuda.empty_cache()
-    found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
-    Path(sys.argv[1]).write_text(json.dumps(found) + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -455,25 +455,32 @@ def flops(run, layers):
     return f"{(6 * run['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
 
 
+def rate(kind):
+    """Tokens or chunks per second in training, in thousands."""
+    found = read('stlm_speed.json')['tokens_per_s'].get(kind)
+    return f'{found / 1e3:.0f}K' if found else '-'
+
+
 def stlm():
-    yield ('config | parameters, active | FLOPs per token or chunk | seeds | bits per byte | '
-           'val loss per token or symbol')
+    yield ('config | parameters, active | FLOPs per token or chunk | tokens or chunks/s | seeds | '
+           'bits per byte | val loss per token or symbol')
     of_bytes = dict(bytes='272M', one='267M')            # docs/stlm.md says how they are counted
     for kind, some in runs_like('stlm', '').items():
         data = 'simplewiki_chunks' if 'bytes' in some[0]['command'] else 'simplewiki'
         cost = of_bytes.get(kind.split('-')[0]) or flops(some[0], layers=10)
-        yield row(KINDS['stlm'][kind], size(some[0]), cost, len(some),
+        yield row(KINDS['stlm'][kind], size(some[0]), cost, rate(kind), len(some),
                   val(some, data, 'bits_per_byte'), val(some, data))
 
 
 def stlm_depth():
-    yield 'model | parameters, active | FLOPs per token, training | seeds | bits per byte | val loss'
+    yield ('model | parameters, active | FLOPs per token, training | tokens/s | seeds | bits per byte | '
+           'val loss')
     layers = {'depth-dense6': 6, 'depth': 5 + 5 / 64, 'depth-18': 9 + 9 / 64}    # (1/8)^2 of attention
     for kind, some in runs_like('stlm_depth', '').items():
         cost = flops(some[0], layers.get(kind, 10))
         if kind == 'exit':
             cost += ' and 154M for one more head'
-        yield row(KINDS['stlm_depth'][kind], size(some[0]), cost, len(some),
+        yield row(KINDS['stlm_depth'][kind], size(some[0]), cost, rate(kind), len(some),
                   val(some, 'simplewiki', 'bits_per_byte'), val(some, 'simplewiki'))
 
 
