@@ -51,7 +51,7 @@ RUN = tl.constexpr(8)                    # tiles of keys, after which a program 
 
 # Bits of a number, width of a head: keys of a tile; queries of a tile, warps and stages of
 # the pipeline of loads forward; the same backward. They change the speed, not the results.
-TILES = {(16, 64): (64, (128, 8, 2), (128, 8, 2)),
+TILES = {(16, 64): (32, (64, 4, 3), (64, 4, 3)),
          (16, 128): (64, (128, 8, 2), (64, 8, 2)),
          (32, 64): (32, (64, 4, 1), (64, 4, 1)),
          (32, 128): (32, (64, 4, 1), (32, 4, 1))}
