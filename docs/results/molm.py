@@ -59,8 +59,9 @@ def main():
         row = measure(name, machine)
         found['rows'].append(row)
         Path(sys.argv[1]).write_text(json.dumps(found) + '\n', encoding='utf-8')
-        print('{name:12} {total:14,} parameters, {active:13,} active: {ms:7.1f} ms, compiled '
-              '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB'.format(**row), flush=True)
+        line = ('{name:12} {total:14,} parameters, {active:13,} active: {ms:7.1f} ms, compiled '
+                '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB')
+        print(line.format(**row), flush=True)
         torch.cuda.empty_cache()
 
 

@@ -289,17 +289,20 @@ def speed():
 
 
 def arena():
-    """Bits per byte of every seed against training FLOPs per token, a panel for each track."""
+    """Bits per byte, mean and range of the seeds, against training FLOPs per token; a panel per track."""
     read = tables.leaderboard.read_results
     found = {track: read(track, tables.HERE / 'arena') for track in ('toy', 'baby')}
-    found = {track: entries for track, entries in found.items() if entries}
+    found = {track: entries for track, entries in found.items() if len(entries) > 1}
     figure, axes = plt.subplots(1, len(found), figsize=(7 * len(found), 4.5), squeeze=False)
     for axis, (track, entries) in zip(axes[0], found.items()):
         for name, seeds in entries.items():
             bits = [scores['bits_per_byte'] for scores in seeds.values()]
             cost = [scores['flops_per_token'] / 1e6 for scores in seeds.values()]
-            axis.plot(cost, bits, 'o', ms=4)
-            axis.annotate(name, (cost[0], min(bits)), textcoords='offset points', xytext=(5, -3), fontsize=7)
+            mean = statistics.mean(bits)
+            reach = [[mean - min(bits)], [max(bits) - mean]]
+            axis.errorbar(cost[0], mean, reach, fmt='o', ms=4)
+            axis.annotate(name, (cost[0], mean), textcoords='offset points', xytext=(5, -3), fontsize=7)
+        axis.margins(x=0.2)
         axis.set(title=f'track {track}', xlabel='MFLOPs of training per token', ylabel='bits per byte')
         axis.grid(alpha=0.4)
     return figure
