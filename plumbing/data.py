@@ -89,11 +89,28 @@ class Corpus:
         return val_batches(self.val[name], seq_len, s.batch_size, self.pad, s.eval_tokens, rank, world)
 
     def calibration(self, seq_len):
-        """The first batches of the val sets of `data`, for a surgery that has to look at some."""
+        """The first batches of the training text, for a surgery that has to look at some. The val sets are
+        kept for scoring what it makes."""
+        s = self.s
+        limit = s.surgery_batches * s.batch_size * seq_len
         batches = []
-        for name in self.ranges:
-            batches += itertools.islice(self.val_batches(name, seq_len), self.s.surgery_batches)
+        for name, (low, high, _) in self.ranges.items():
+            tokens = read_range(self, name, low, high)[:limit + 1]
+            if len(tokens) > 1:                          # else Data says that these are too few
+                tokens = as_tensor(tokens, self.machine.device)
+                batches += val_batches(tokens, seq_len, s.batch_size, self.pad)
         return batches
+
+
+def read_range(corpus, name, low, high):
+    """The training tokens of a data set from fraction `low` to `high`, cut at ends of documents."""
+    tokens = load_bin(corpus.folders[name], 'train')
+    ends = np.append(np.flatnonzero(tokens == corpus.tokenizer.eot) + corpus.slots, len(tokens))
+    at = {0: 0, 1: len(tokens)}
+    for fraction in (low, high):
+        if fraction not in at:
+            at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
+    return tokens[at[low]:at[high]]
 
 
 class Data:
@@ -120,7 +137,7 @@ class Data:
         parts = []
         begin = 0
         for name, (low, high, passes) in corpus.ranges.items():
-            tokens = self.read_range(corpus, name, low, high)
+            tokens = read_range(corpus, name, low, high)
             count = corpus.metas[name]['splits']['train']
             end = begin + len(tokens)
             if len(tokens) < seq_len + self.stride:     # an epoch's offset may take away stride - 1
@@ -149,16 +166,6 @@ class Data:
         if self.rows * self.T > 1e9:
             raise UserError(f'a step of {short(self.rows * self.T)} tokens is too large: '
                             'lower batch_size or gradient_accumulation_steps')
-
-    def read_range(self, corpus, name, low, high):
-        """The part of a data set from fraction `low` to `high`, cut at ends of documents."""
-        tokens = load_bin(corpus.folders[name], 'train')
-        ends = np.append(np.flatnonzero(tokens == corpus.tokenizer.eot) + self.slots, len(tokens))
-        at = {0: 0, 1: len(tokens)}
-        for fraction in (low, high):
-            if fraction not in at:
-                at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
-        return tokens[at[low]:at[high]]
 
     def order(self, epoch):
         """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""

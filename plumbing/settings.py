@@ -73,7 +73,7 @@ class Settings:
     init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
     surgery: str | None = None             # rebuilds it: a function of the model's file, or FILE.NAME
     surgery_args: dict = field(default_factory=dict)
-    surgery_batches: int = 8               # of each val.bin, for a surgery that asks for `batches`
+    surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
     # the machine
     device: str = 'auto'                   # cuda, mps or cpu, whichever is there
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere

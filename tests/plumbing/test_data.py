@@ -216,6 +216,18 @@ def test_what_is_read_and_what_is_scored():
     assert named_sets(Settings(data=mixture, eval_data=['c', 'a']))[1] == ['c', 'a']
 
 
+def test_a_surgery_sees_training_text():
+    """The first batches of what is trained on, never the val set."""
+    a = np.arange(1000, 2000)
+    a[599] = EOT                                         # the first end of a document behind the half
+    c = corpus(dict(a=a, b=np.arange(3000, 3050), c=np.arange(9)), a=(0.5, 1.0, 1.0), c=(0.5, 1.0, 1.0))
+    c.s = Settings(surgery_batches=3, batch_size=2)
+    c.machine = machine()
+    starts = [x[:, 0].tolist() for x, _ in Corpus.calibration(c, 8)]
+    assert starts[:3] == [[1600, 1608], [1616, 1624], [1632, 1640]]
+    assert starts[3:] == [[3000, 3008], [3016, 3024], [3032, 3040]]
+
+
 def test_the_model_reads_what_the_data_holds():
     c = corpus(dict(a=np.tile([1, 2, 256, 258], 100)))
     c.slots = 4
