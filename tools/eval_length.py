@@ -4,11 +4,15 @@ How far does a model see, and what happens beyond the length it was trained at? 
     python -m tools.eval_length out/moduleformer          # windows of four times the trained length
     python -m tools.eval_length out/moduleformer out/run --length 512 --bin 64    # side by side
     python -m tools.eval_length out/moduleformer --data data/toy_math --json length.json
+    python -m tools.eval_length out/mf_memory --memory 128     # segment by segment, with memory
 
 Windows start every --stride tokens of val.bin; the loss of the token at position t of a window,
 given the t before it, is averaged over all windows. If a model uses its context well, its loss falls
 with position; if it extrapolates, the loss goes on falling beyond the trained length. A model with a
 table of positions (moep.py) cannot read longer windows.
+
+With --memory a window is read as `train.py --memory` reads text: in segments of the trained length, each
+of which sees the keys and values of so many tokens before it. With --memory 0 it sees none of them.
 """
 
 from pathlib import Path
@@ -24,16 +28,21 @@ from plumbing.tokenizer import load_meta
 
 
 @torch.no_grad()
-def loss_by_position(model, tokens, length, stride, batch_size, machine):
-    """(length,) mean nats at each position of the windows that start every `stride` tokens."""
+def loss_by_position(model, tokens, length, stride, batch_size, machine, segment=None, memory=0):
+    """(length,) mean nats at each position of the windows that start every `stride` tokens. Windows are
+    read whole, or segment by segment with a memory."""
     starts = torch.arange(0, len(tokens) - length, stride, device=machine.device)
     total = torch.zeros(length, dtype=torch.float64)
     for some in tqdm(starts.split(batch_size), unit='batch', disable=None, leave=False):
         window = tokens_at(tokens, some[:, None] + torch.arange(length + 1, device=machine.device))
         x, y = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        with machine.autocast():
-            _, nats, _ = model(x, y, reduction='none')
-        total += nats.float().cpu().double().sum(0)
+        nats = []
+        cache = []                                       # the model appends keys and values to it
+        for x_part, y_part in zip(x.split(segment or length, 1), y.split(segment or length, 1)):
+            with machine.autocast():
+                nats.append(model(x_part, y_part, cache=cache if memory else None, reduction='none')[1])
+            cache = [(k[:, :, -memory:], v[:, :, -memory:]) for k, v in cache]
+        total += torch.cat(nats, 1).float().cpu().double().sum(0)
     return total / len(starts)
 
 
@@ -48,12 +57,25 @@ def load_longer(run, ckpt, length, device):
     return model.to(device).eval()
 
 
+@torch.no_grad()
+def load_endless(run, ckpt, device):
+    """The model as it was trained, if it has no positions: cached keys would keep theirs."""
+    model = build_model(ckpt).to(device).eval()
+    try:
+        model(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
+    except ValueError:
+        raise UserError(f'{run} has positions; --memory needs a model without, as moduleformer') from None
+    return model
+
+
 def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+', help='run folders, all with the same tokenizer')
     parser.add_argument('--data', help="a data set's folder; the first run's own data if not given")
     parser.add_argument('--length', type=between(1, 10 ** 6),
                         help="of a window; four times the first run's own if not given")
+    parser.add_argument('--memory', type=between(0, 10 ** 6), metavar='N',
+                        help='read segments of the trained length, each with N tokens before it')
     parser.add_argument('--stride', type=between(1, 10 ** 9), default=64,
                         help='tokens between starts of windows')
     parser.add_argument('--bin', type=between(1, 10 ** 6), default=64,
@@ -81,11 +103,17 @@ def main():
         raise UserError(f'{folder}/val.bin has {len(tokens):,} tokens: '
                         f'too few for windows of {length:,}')
     losses = []
-    for run, ckpt in zip(args.runs, ckpts):
+    for run, ckpt, T in zip(args.runs, ckpts, trained):
         if ckpt['tokenizer'] != meta['tokenizer']['hash']:
             raise UserError(f'{run} was trained with another tokenizer than {folder} has')
-        model = load_longer(run, ckpt, length, machine.device)
-        losses.append(loss_by_position(model, tokens, length, args.stride, args.batch_size, machine))
+        if args.memory is None:
+            model = load_longer(run, ckpt, length, machine.device)
+            segments = {}
+        else:
+            model = load_endless(run, ckpt, machine.device)
+            segments = dict(segment=T, memory=args.memory)
+        losses.append(loss_by_position(model, tokens, length, args.stride, args.batch_size, machine,
+                                       **segments))
 
     names = [Path(run).with_suffix('').name for run in args.runs]
     width = max(8, *map(len, names)) + 2
@@ -97,6 +125,7 @@ def main():
         means = [f'{loss[start:end].mean():{width}.4f}' for loss in losses]
         print(f'{start:6,} to {end - 1:4,}' + ''.join(means))
     for name, loss, T in zip(names, losses, trained):
+        print(f'{name}: {loss.mean():.4f} over all positions')
         if T < length:
             change = loss[T:].mean() - loss[T // 2:T].mean()
             print(f'{name}: trained at {T:,}; from the second half of that to what lies beyond, '

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import moduleformer
 from conftest import ROOT
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
@@ -35,6 +36,27 @@ def test_loss_by_position_one_window_at_a_time(data_dir):
         assert math.isclose(found[t].item(), nats.item(), rel_tol=1e-5)
 
 
+def test_with_memory():
+    """A segment sees the keys and values of the N tokens before it, which saw N before them; no more."""
+    torch.manual_seed(0)
+    config = moduleformer.Config(vocab_size=50, block_size=8, n_layer=2, n_embd=16, d_att=16, d_ffd=16,
+                                 n_att=2, n_ffd=2, top_k=1, n_head=2)
+    model = moduleformer.Model(config).eval()
+    tokens = torch.randint(50, (60,)).short()
+    found = {}
+    for memory in (0, 4, 100):
+        found[memory] = eval_length.loss_by_position(
+            model, tokens, 24, 35, 4, Machine('cpu'), segment=8, memory=memory)
+    whole = eval_length.loss_by_position(model, tokens, 24, 35, 4, Machine('cpu'))
+    torch.testing.assert_close(found[100], whole)        # the memory holds all that came before
+    torch.testing.assert_close(found[4][:8], whole[:8])  # nothing came before the first segment
+    second = torch.stack([tokens[start + 8:start + 17].long() for start in (0, 35)])
+    with torch.no_grad():
+        alone = model(second[:, :-1], second[:, 1:], reduction='none')[1].mean(0).double()
+    torch.testing.assert_close(found[0][8:16], alone)
+    assert (found[4][8:] - whole[8:]).abs().max() > 1e-5 and (found[4][8:] - found[0][8:]).abs().max() > 1e-5
+
+
 @pytest.mark.slow
 def test_as_a_user(run, smoke, tmp_path):
     runs = smoke('config/moduleformer.py'), smoke('config/llama.py')
@@ -42,8 +64,9 @@ def test_as_a_user(run, smoke, tmp_path):
     lines = done.stdout.splitlines()
     bins = [(0, 64), (64, 128), (128, 160)]
     assert [line.split()[:3] for line in lines[2:5]] == [[str(a), 'to', str(b - 1)] for a, b in bins]
-    assert lines[5].startswith('moduleformer: trained at 128')
-    assert lines[6].startswith('llama: trained at 64')
+    assert lines[5].startswith('moduleformer: ') and lines[5].endswith('over all positions')
+    assert lines[6].startswith('moduleformer: trained at 128')
+    assert lines[8].startswith('llama: trained at 64')
     rows = json.loads((tmp_path / 'l.json').read_text())['runs']
     assert [len(row['loss']) for row in rows] == [160, 160]
     assert [row['trained'] for row in rows] == [128, 64]
@@ -56,7 +79,7 @@ def test_as_a_user(run, smoke, tmp_path):
 def test_dropout_is_off(run, smoke, monkeypatch):
     seen = []
 
-    def loss_by_position(model, *_):
+    def loss_by_position(model, *_, **__):
         seen.append(model.training)
         return torch.zeros(64)
     monkeypatch.setattr(eval_length, 'loss_by_position', loss_by_position)
@@ -67,6 +90,7 @@ def test_dropout_is_off(run, smoke, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('config, args, message', [
     ('moep', ['--length=128'], 'table of 64 positions'),
+    ('moep', ['--memory=8'], 'has positions'),
     ('moduleformer', ['--length=0'], 'not between 1'),
     ('moduleformer', ['--length=50000'], 'too few'),
     ('moduleformer', ['--data=nothing'], 'nothing'),
