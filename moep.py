@@ -16,7 +16,7 @@ Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 3.343 (doc
 
 Departures from the paper, and gaps it leaves:
 - The printed balance loss -sum p log p, minimised, rewards collapse. The default is the Switch form
-  that the author's code uses. `entropy` flips the printed sign, `printed` is the formula as it is.
+  that the release uses. `entropy` flips the printed sign, `printed` is the formula as it is.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
 - That the sum is weighted and that attention reads all tokens is our reading (docs/moep.md).
 
