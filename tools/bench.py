@@ -76,13 +76,13 @@ def plan_rows(args, extra):
             dense = dense_like(sketch(module, keys), T) if args.dense else None
             for batch_size in args.batch_size or [s.batch_size]:
                 s = replace(s, batch_size=batch_size)
+                plain = replace(s, aux_weights={})       # for models without auxiliary losses
                 yield Row(name, s.model, made, s, T)
-                like = made if s.model == 'moep' and not made.n_parallel else dense
                 if dense:
-                    s = replace(s, aux_weights={})
-                    yield Row('  GPT-2 of that size', 'moep', dense, s, T)
+                    yield Row('  GPT-2 of that size', 'moep', dense, plain, T)
+                like = made if s.model == 'moep' and not made.n_parallel else dense
                 if args.nanogpt and like:
-                    yield Row('  nanoGPT', 'nanogpt_model', like, s, T)
+                    yield Row('  nanoGPT', 'nanogpt_model', like, plain, T)
 
 
 def compile_rows(rows, args):
@@ -91,8 +91,8 @@ def compile_rows(rows, args):
     at_once = min(len(rows), 8)
     os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', str(max(1, os.cpu_count() // at_once)))
     with ProcessPoolExecutor(at_once, multiprocessing.get_context('spawn')) as pool:
-        for _ in [pool.submit(first_step, row, args) for row in rows]:
-            pass                                         # what fails here fails again, and says why
+        for row in rows:
+            pool.submit(first_step, row, args)           # what fails here fails again, and says why
 
 
 def first_step(row, args):

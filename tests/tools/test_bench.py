@@ -105,6 +105,13 @@ def test_sweeps_and_batch_sizes(measured):
     assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
 
 
+def test_auxiliary_losses_are_trained_at_every_batch_size(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr('sys.argv', ['bench', 'config/moep.py', '--batch_size', '1', '2', '--dense'])
+    rows = bench.plan_rows(*bench.read_arguments())
+    assert [bool(row.s.aux_weights) for row in rows] == [True, False] * 2
+
+
 NANOGPT = """
 import torch.nn as nn, torch.nn.functional as F, torch, dataclasses
 @dataclasses.dataclass
