@@ -191,6 +191,7 @@ def sweep(entries, args):
         file = args.results / args.track / 'sweeps' / f'{name}.json'
         found = parse_json(file.read_text()) if file.exists() else {}
         wanted = [f'{key}={value}' for value in values.split(',')]
+        read_settings([str(stages[-1]), f'--{wanted[0]}'])       # a mistyped key ends it here
         for setting in [each for each in wanted if each not in found]:
             print(f'\n==== {name}, {setting}', flush=True)
             try:

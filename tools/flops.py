@@ -14,11 +14,8 @@ ATTENTION = dict(      # the width of a token's query heads in all layers; add y
     selfmoe=lambda c: c.n_layer * c.n_embd,
     stlm=lambda c: c.n_layer * c.n_embd,
     strong=lambda c: c.n_layer * c.n_embd,
-    stlm_depth=lambda c: c.n_embd * (c.n_layer - (1 - c.capacity ** 2) * routed_layers(c)))
-
-
-def routed_layers(c):
-    return c.n_layer // c.route_every
+    stlm_depth=lambda c: c.n_embd * (          # a routed layer attends among a share of the tokens
+        c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
 
 
 def training_flops(name, config, active, T):

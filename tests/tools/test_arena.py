@@ -211,6 +211,7 @@ def test_a_sweep(track, go, tmp_path):
     (['math.py'], 'toy/math.py reads toy_math; the track toy reads toy_stories alone'),
     (['wrong.py'], "unknown key 'n_embed'"),
     (['mine.py', '--sweep=learning_rate'], 'a setting and its values'),
+    (['mine.py', '--sweep=learnin_rate=1e-3'], "unknown key 'learnin_rate'"),
     (['mine.py', '--seeds=0'], '0 is not between'),
     (['mine.py', '--results=broken'], 'broken/toy/mine_1.json is no result: delete it'),
     (['--table', '--results=half'], 'half/toy/mine_1.json is no result: delete it')])
