@@ -670,7 +670,7 @@ def one_line(done):
     (['--batch_size', '8'], ['--batch_size=8']),
     (['--device=tpu'], ['tpu']),
     (['--device=cuda:1'], ['cuda:1', 'CUDA_VISIBLE_DEVICES']),
-    (['--init_from=config/moep.py'], ['no checkpoint config/moep.py/ckpt.pt\n']),
+    (['--init_from=config/moep.py'], ['no checkpoint config/moep.py/ckpt.pt']),
     (['config/qqqqqqq.py'], ['no config file config/qqqqqqq.py\n']),
     (['config/meop.py'], ['did you mean config/moep.py?']),
     (['config/paper/stlm/basline.py'], ['did you mean config/paper/stlm/baseline.py?']),

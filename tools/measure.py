@@ -84,7 +84,11 @@ def training(model, s, T, machine):
 
 @torch.no_grad()
 def generation(model, rows, n, machine):
-    """n greedy tokens, with the cache and without."""
+    """n greedy tokens, with the cache and without. Stacked experts are cast once, for good: autocast
+    would cast all of them again for every token, chosen or not."""
+    for p in model.parameters():
+        if p.dim() == 3:
+            p.data = p.data.to(machine.dtype)
     start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
 
     def uncached():

@@ -27,7 +27,7 @@ aux_weights = dict(rout_reg=0.25)
 epochs = 2
 batch_size = 32
 learning_rate = 5e-4            # the same for every method
-min_lr = 5e-5
+schedule = 'constant'           # as in the paper
 warmup_iters = 20
 weight_decay = 0.01
 seed = 42
