@@ -14,8 +14,8 @@ import torch
 from plumbing.shard import blocks
 
 # These cost more than they save here. The fused gradients of norms were four times as slow, the
-# one-pass softmax twice. The last two try variants of a kernel out: a third of MoEP's start, no speed.
-OFF = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise', 'shape_padding'}
+# one-pass softmax twice. The last one tries variants of a kernel out.
+OFF = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise'}
 # A router turns autocast off. The graph says so in full, so torch may keep what it compiled.
 CACHED = {f'torch.amp.autocast_mode.{name}': '1' for name in ('_enter_autocast', '_exit_autocast')}
 
@@ -31,6 +31,8 @@ def compile_model(model, whole=False):
     functorch.autograd_cache_allow_custom_autograd_functions = True
     options = dict.fromkeys(OFF & {*torch._inductor.list_options()}, False)
     options['unsafe_marked_cacheable_functions'] = CACHED
+    if model.config.vocab_size % 8 == 0:                 # else padded products train twice as fast
+        options['shape_padding'] = False                 # it takes long to try them out
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)

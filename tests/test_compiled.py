@@ -88,6 +88,16 @@ def test_each_kind_once(name, compilations):
     assert counts[0] == counts[1] > 1                    # a layer, and what follows the last one
 
 
+@pytest.mark.parametrize('vocab_size, off', [(48, True), (50, False)])
+def test_a_vocabulary_of_odd_size_is_padded(vocab_size, off, monkeypatch):
+    """Half of the speed of GPT-2 with its 50,257 tokens hangs on it."""
+    given = []
+    monkeypatch.setattr(torch, 'compile', lambda fn, dynamic, options: given.append(options) or fn)
+    keys = dict(TINY, vocab_size=vocab_size, n_layer=1, n_parallel=0)
+    compiled.compile_model(moep.Model(moep.Config(**keys)))
+    assert [options.get('shape_padding') is False for options in given] == [off] * 2
+
+
 def test_announce(tmp_path, monkeypatch):
     """The first step says that it waits for the compiler; the next start, how long that took."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
