@@ -119,7 +119,7 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
     bfloat16 alone moves the smallest of them by up to 14%."""
     torch.manual_seed(0)
     config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=2, d_att=64, n_head=2, n_ffd=2,
-                                d_ffd=64, d_router=32)   # all modules: a choice that rounding flips moves much
+                                d_ffd=64, d_router=32)   # all modules: rounding would flip choices
     model = ModuleFormer(config).cuda()
     x = torch.randint(100, (2, 2, 40), device='cuda')
     found = []

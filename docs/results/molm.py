@@ -8,6 +8,7 @@ The weights are random and bfloat16: speed and memory do not depend on what they
 have the sizes of Pythia's.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -37,6 +38,9 @@ def molm(name):
 
 
 def measure(name, machine):
+    torch._dynamo.reset()                                # it keeps the last model
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     module, keys = dense(*DENSE[name]) if name in DENSE else molm(name)
     model = sketch(module, {**keys, 'block_size': T})        # without memory
     total, active = model.count_params()
@@ -45,7 +49,7 @@ def measure(name, machine):
         p.data.normal_(std=0.02)
     torch.cuda.reset_peak_memory_stats()
     plain = timing.prefill(model, ROWS, T, machine)
-    gib = torch.cuda.max_memory_allocated() / 2 ** 30
+    gib = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
     compiled = timing.prefill(compile_model(model).eval(), ROWS, T, machine)
     return dict(name=name, total=total, active=active, gib=gib, ms=plain['ms'], compiled_ms=compiled['ms'],
                 tokens_per_s=compiled['tokens_per_s'])

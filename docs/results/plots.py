@@ -192,8 +192,15 @@ def moduleformer_real():
     for kind, some in tables.runs_like('moduleformer', 'math').items():
         curves = [[(row['modules'], row['loss']) for row in run['prune']['rows']] for run in some]
         left, loss = np.mean(curves, 0).T
-        axes[2].plot(100 * left, loss, '.-', label=names[kind])
-    axes[2].set(title='pruned after fine-tuning on math', xlabel='% of the modules left',
+        axes[2].plot(100 * left, loss, '.-', label=f'{names[kind]}, then pruned')
+    first = []
+    for run in sum(tables.runs_like('moduleformer', 'first').values(), []):
+        evaluations = run['evaluations']
+        modules = sum(map(len, evaluations[0]['routes'].values()))
+        first.append((modules, evaluations[-1]['val']['openmath_babylm']['loss']))
+    modules, loss = zip(*first)
+    axes[2].plot(100 * np.array(modules) / 192, loss, 'k^', ms=5, label='pruned, then fine-tuned')
+    axes[2].set(title='pruned, and fine-tuned on math', xlabel='% of the modules left',
                 ylabel='loss, math')
 
     for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):

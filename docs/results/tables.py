@@ -49,6 +49,7 @@ KINDS = dict(
         for suffix, text in AUX.items()},
     moduleformer={
         'base': 'ModuleFormer',
+        'ibm': "ModuleFormer, modules start as in IBM's release",
         'base-dense': 'dense',
         'joint-full': 'ModuleFormer, fully tuned',
         'joint-insert': 'ModuleFormer, inserted',
@@ -60,7 +61,8 @@ KINDS = dict(
         'life-dense': 'dense, fully tuned',
         'life-lora8': 'dense, LoRA 8',
         'life-lora32': 'dense, LoRA 32',
-        **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)}},
+        **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)},
+        **{f'first{t}': f'{t:g}' for t in (0.2, 0.5, 1.0)}},
     stlm={
         'baseline': '`baseline.py`',
         'shared-ffn': '`shared_ffn.py`',
@@ -86,6 +88,8 @@ KINDS = dict(
         'math': '`math.py`',
         'math-pauses': '`math_pauses.py`: ten pauses',
         'math-thoughts': '`math_thoughts.py`: sentences'})
+
+KINDS['moduleformer_cosine'] = KINDS['moduleformer']     # earlier runs, fine-tuned with a cosine
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def again():
     repeated = (('papaformer', 'stories-llama192', 42, 'tinystories'),
                 ('moep', 'printed', 42, 'babylm'),
                 ('stlm', 'baseline', 42, 'simplewiki'),
-                ('moduleformer', 'base-dense', 1, 'babylm'))
+                ('moduleformer_cosine', 'base-dense', 1, 'babylm'))
     yield 'command | step | val loss | again | difference | BLiMP | again'
     for folder, kind, seed, data in repeated:
         both = [runs(folder)[kind][seed], read(f'again/{kind}_{seed}.json')]
@@ -235,6 +239,20 @@ def moep():
         yield row(KINDS['moep'][kind], len(some), val(some, 'babylm'),
                   val(some, 'babylm', 'bits_per_byte'), full_blimp(some),
                   full_blimp(some, 'babylm2025'), unused)
+
+
+def moep_controls():
+    """One seed of each, at the same steps of the same schedule: the controls were stopped early."""
+    steps = (2000, 6000, 10000, 12000, 14000)
+    yield row('parallel layers', 'parameters, active', *(f'step {step:,}' for step in steps))
+    controls = read('moep_controls.json')['runs']
+    names = dict(gpt2='none: GPT-2', single='one block of full width, no router', top4='4 of 4 narrow blocks',
+                 moep='2 of 4 narrow blocks: MoEP', stride384='the same, a window every 384 tokens')
+    for kind, name in names.items():
+        found = controls[kind]
+        losses = [found['val_loss'].get(str(step)) for step in steps]
+        yield row(name, f"{found['parameters_m']:.1f}M, {found['active_m']:.1f}M",
+                  *('-' if loss is None else f'{loss:.3f}' for loss in losses))
 
 
 PAPER_TABLE_1 = {                                    # BLiMP with its supplement, entities, WUG, reading
@@ -449,6 +467,22 @@ def selfmoe():
         yield row(name.replace('none', 'no gates'), losses, changes, right)
 
 
+def selfmoe_improves():
+    """The selection again, on training text, and the earlier one on the validation set."""
+    yield ('gates | val loss | after `improves` | change, seed by seed | kept of 7, by seed | '
+           'earlier, selected on the validation set: change, seed by seed')
+    again, real = read('selfmoe_again.json')['runs'], read('selfmoe.json')['real']
+    for kind in ('matrix', 'vector', 'scalar'):
+        chosen = again[f'{kind}, improves']
+        changes = []
+        for found in (again, real):
+            pairs = [(found[f'{kind}, improves'][seed], found[kind][seed]) for seed in chosen]
+            changes.append(', '.join(f"{one['loss'] - two['loss']:+.4f}" for one, two in pairs))
+        kept = ', '.join(str(sum(gate['kept'] for gate in run['gates'])) for run in chosen.values())
+        yield row(kind, spread([run['loss'] for run in again[kind].values()], 3),
+                  spread([run['loss'] for run in chosen.values()], 3), changes[0], kept, changes[1])
+
+
 def flops(run, layers):
     """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens of
     width 512, at their mean position, in so many layers."""
@@ -525,7 +559,7 @@ def stlm_math():
 def moduleformer_base():
     yield ('model | parameters, active | seeds | val loss | bits per byte | BLiMP | '
            'training loss, mean of ten of the last 300 steps')
-    for kind, some in runs_like('moduleformer', 'base').items():
+    for kind, some in (runs_like('moduleformer', 'base') | runs_like('moduleformer', 'ibm')).items():
         fit = []
         for run in some:
             last = run['steps'][-1]['iter']
@@ -536,20 +570,25 @@ def moduleformer_base():
 
 
 def methods(how):
-    """The ways to learn math, jointly or alone: before, and after with the change."""
+    """The ways to learn math, jointly or alone: before, and after with the change. The last columns are
+    the earlier runs, whose rate fell with a cosine."""
     by_seed = runs('moduleformer')
     found = runs_like('moduleformer', how)
+    earlier = runs_like('moduleformer_cosine', how)
     sets = ('babylm', 'openmath_babylm')
 
     def loss(kind, data, at):
         evaluations = [run['evaluations'][at] for run in found[kind]]
         return statistics.mean(e['val'][data]['loss'] for e in evaluations)
 
-    yield 'method | trained | old text, val loss | math, val loss | BLiMP'
+    yield ('method | trained | old text, val loss | math, val loss | BLiMP | '
+           'earlier, with a cosine: old text | math | BLiMP')
     for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
         started = [by_seed[base][seed] for seed in by_seed[kind]]      # seeds that were trained on
         before = ' | '.join(val(found[kind], data, at=0) for data in sets)
-        yield f"before, {KINDS['moduleformer'][base]} | | {before} | {full_blimp(started)}"
+        old = ' | '.join(val(earlier[kind], data, at=0) for data in sets)
+        was = full_blimp(runs('moduleformer_cosine')[base].values())
+        yield f"before, {KINDS['moduleformer'][base]} | | {before} | {full_blimp(started)} | {old} | {was}"
     for kind, some in found.items():
         name = KINDS['moduleformer'][kind]
         start = f'{how}-full' if 'ModuleFormer' in name else f'{how}-dense'
@@ -557,7 +596,9 @@ def methods(how):
         for data in sets:
             change = loss(kind, data, -1) - loss(start, data, 0)
             cells.append(f'{val(some, data)} ({change:+.2f})')
-        yield row(name, millions(some[0]['trained'], 2), *cells, full_blimp(some))
+        old = [val(earlier[kind], data) for data in sets]
+        yield row(name, millions(some[0]['trained'], 2), *cells, full_blimp(some), *old,
+                  full_blimp(earlier[kind]))
 
 
 def moduleformer_joint():
@@ -568,8 +609,8 @@ def moduleformer_life():
     return methods('life')
 
 
-def moduleformer_prune():
-    found = runs_like('moduleformer', 'math')
+def moduleformer_prune(folder='moduleformer'):
+    found = runs_like(folder, 'math')
     first = next(iter(found.values()))[0]
     thresholds = [r['threshold'] for r in first['prune']['rows']]
     columns = [f"{KINDS['moduleformer'][kind]}: modules left, loss" for kind in found]
@@ -583,6 +624,53 @@ def moduleformer_prune():
             left = spread([100 * r['modules'] for r in pruned], 0)
             cells.append(f"{left}%, {spread([r['loss'] for r in pruned], 3)}")
         yield row(f'{threshold:g}', *cells)
+
+
+def moduleformer_prune_cosine():
+    return moduleformer_prune('moduleformer_cosine')
+
+
+def moduleformer_first():
+    yield 'threshold | modules left, by seed | parameters, by seed | val loss, the whole validation set'
+    some = runs_like('moduleformer', 'math0.0')['math0.0']
+    yield row('not pruned', '100%', millions(some[0]['parameters']), val(some, 'openmath_babylm'))
+    all_modules = sum(map(len, some[0]['evaluations'][0]['routes'].values()))
+    for kind, some in runs_like('moduleformer', 'first').items():
+        left = [sum(map(len, run['evaluations'][0]['routes'].values())) for run in some]
+        yield row(KINDS['moduleformer'][kind], ', '.join(f'{n / all_modules:.0%}' for n in left),
+                  ', '.join(millions(run['parameters']) for run in some), val(some, 'openmath_babylm'))
+
+
+def moduleformer_memory():
+    yield 'each segment sees | its first 64 tokens | its second 64 | the other 384 | all'
+    names = {'0': 'nothing before it', 'whole': 'all before it, read in one pass'}
+    for found in read('moduleformer_memory.json')['rows']:
+        bins = found['by_64_tokens']
+        parts = [bins[:1], bins[1:2], bins[2:], bins]
+        memory = found['memory']
+        name = names[memory] if memory in names else f'{int(memory):,} tokens of memory'
+        yield row(name, *(f'{statistics.mean(part):.3f}' for part in parts))
+
+
+MOLM = {                                             # name, and the paper's ms, GB and tokens/s on an A100
+    '410M': ('dense 410M', 554, 25, 59594),
+    'molm_4b_k2': ('MoLM-4B-K2', 497, 27, 71017),
+    '1.4B': ('dense 1.4B', 918, 42, 35559),
+    'molm_4b_k4': ('MoLM-4B-K4', 863, 27, 39931),
+    'molm_8b_k2': ('MoLM-8B-K2', 939, 38, 37419),
+    '2.8B': ('dense 2.8B', 2111, 70, 15522)}
+
+
+def molm():
+    yield ('model | parameters, active | ms | compiled | tokens/s, compiled | GiB | '
+           'the paper, A100: ms | tokens/s | GB')
+    found = {r['name']: r for r in read('molm.json')['rows']}
+    for name, (label, ms, gb, speed) in MOLM.items():
+        r = found[name]
+        gib = '-' if r['gib'] is None else f"{r['gib']:.1f}"
+        yield row(label, f"{millions(r['total'], 0)}, {millions(r['active'], 0)}", f"{r['ms']:.0f}",
+                  f"{r['compiled_ms']:.0f}", f"{r['tokens_per_s']:,.0f}", gib,
+                  ms, f'{speed:,}', gb)
 
 
 # --------------------------------------------------------------------------------------------------
