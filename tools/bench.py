@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.cli import Parser, UserError, check_writable, run_main, short, write_json
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, short, write_json
 from plumbing.machine import Machine
 from plumbing.models import import_model, make_config, sketch
 from plumbing.settings import Settings, read_settings
@@ -118,6 +118,8 @@ def measure(row, args, machine, rate):
         rows *= s.gradient_accumulation_steps
     if args.generate or args.prefill:
         flops /= 3                                       # forward alone
+    if args.prefill:
+        flops -= 2 * row.config.vocab_size * row.config.n_embd   # the head reads only a row's last token
     gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
     return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **found, gib=gib,
                 flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
@@ -135,17 +137,17 @@ def show(row):
 def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('configs', nargs='+', help='config files')
-    parser.add_argument('--batch_size', type=int, nargs='+', help="the config's own if not given")
+    parser.add_argument('--batch_size', type=between(1, 10 ** 6), nargs='+',
+                        help="the config's own if not given")
     parser.add_argument('--dense', action='store_true', help='add a GPT-2 of the same size to each')
     parser.add_argument('--nanogpt', metavar='PATH', help='a checkout: beside each GPT-2')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these values')
-    parser.add_argument('--generate', type=int, metavar='N', help='decode N tokens instead')
+    parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N', help='decode N tokens instead')
     parser.add_argument('--prefill', action='store_true', help='read 32 x 1,024 tokens instead')
-    parser.add_argument('--vocab_size', type=int, default=16384, help='where the config names none')
+    parser.add_argument('--vocab_size', type=between(1, 65536), default=16384,
+                        help='where the config names none')
     parser.add_argument('--json', type=Path, help='write the table there')
     args, extra = parser.parse_known_args()
-    if min(args.vocab_size, args.generate or 1, *args.batch_size or [1]) < 1:
-        raise UserError('batch_size, generate and vocab_size must be at least 1')
     if args.nanogpt and (args.generate or args.prefill or not Path(args.nanogpt, 'model.py').is_file()):
         raise UserError('--nanogpt measures training, and takes the folder of a checkout, with model.py')
     check_writable(args.json)

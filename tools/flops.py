@@ -1,6 +1,6 @@
 """
 FLOPs per token, as tools.bench and tools.arena count them: in a forward 2 for each active parameter
-and, for causal attention, 2 per unit of its width and position. Backward takes twice as many.
+and, for causal attention, 4 per unit of its width and earlier token. Backward takes twice as many.
 """
 
 from plumbing.cli import UserError
@@ -19,11 +19,11 @@ ATTENTION = dict(      # the width of a token's query heads in all layers; add y
 
 
 def training_flops(name, config, active, T):
-    """Of the model file `name`, at a context of T; what a model inherits is known, too."""
+    """Of the model file `name`, at a context of T. A subclass of a known model counts as that model."""
     kinds = [name]
     if name not in ATTENTION:
         kinds = [kind.__module__ for kind in import_model(name).Model.__mro__]
     known = [kind for kind in kinds if kind in ATTENTION]
     if not known:
         raise UserError(f'tools/flops.py cannot count the attention of {name}: add it to ATTENTION')
-    return 6 * active + 6 * ATTENTION[known[0]](config) * T          # at the mean position T / 2
+    return 6 * active + 6 * ATTENTION[known[0]](config) * T          # T / 2 earlier tokens

@@ -4,8 +4,8 @@ The paper's Table 2: how long MoLM takes to read 32 x 1,024 tokens, beside dense
     python docs/results/molm.py molm.json                    # all six; one large GPU, three minutes
     python docs/results/molm.py molm.json molm_4b_k2 410M    # some of them
 
-The weights are random and bfloat16: speed and memory do not depend on what they are. The dense models
-have the sizes of Pythia's.
+The weights are random and bfloat16. The dense models have the layers, heads and width of Pythia's, but a
+tied head. "Compiled" means that the layers are.
 """
 
 import gc
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
 
 import moep  # noqa: E402
 from plumbing.compiled import compile_model  # noqa: E402
@@ -33,7 +34,7 @@ def dense(n_layer, n_head, n_embd):
 
 
 def molm(name):
-    _, module, keys = read_settings([f'config/paper/moduleformer/{name}.py'])
+    _, module, keys = read_settings([f'{ROOT}/config/paper/moduleformer/{name}.py'])
     return module, keys
 
 
@@ -46,7 +47,10 @@ def measure(name, machine):
     total, active = model.count_params()
     model = model.to(torch.bfloat16).to_empty(device=machine.device).eval()
     for p in model.parameters():
-        p.data.normal_(std=0.02)
+        if p.dim() > 1:
+            p.data.normal_(std=p.size(1) ** -0.5)        # attention logits as at the start of training
+        else:
+            p.data.fill_(1.0)                            # of norms; biases do not matter here
     torch.cuda.reset_peak_memory_stats()
     plain = timing.prefill(model, ROWS, T, machine)
     gib = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
@@ -56,13 +60,14 @@ def measure(name, machine):
 
 
 def main():
+    file = Path(sys.argv[1])
     names = sys.argv[2:] or ['410M', '1.4B', 'molm_4b_k2', '2.8B', 'molm_4b_k4', 'molm_8b_k2']
     machine = Machine('cuda', 'bfloat16')
     found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[])
     for name in names:
         row = measure(name, machine)
         found['rows'].append(row)
-        Path(sys.argv[1]).write_text(json.dumps(found) + '\n', encoding='utf-8')
+        file.write_text(json.dumps(found) + '\n', encoding='utf-8')
         line = ('{name:12} {total:14,} parameters, {active:13,} active: {ms:7.1f} ms, compiled '
                 '{compiled_ms:7.1f} ms, {tokens_per_s:9,.0f} tokens/s, {gib:5.1f} GiB')
         print(line.format(**row), flush=True)

@@ -160,6 +160,8 @@ def test_generation_and_prefill(measured):
     args = ['--prefill', '--seq_len=20', '--batch_size=3', '--dense', '--vocab_size=64']
     rows = measured('config/moduleformer.py', *args)['rows']
     assert [row['tokens_per_s'] for row in rows] == [120, 120]
+    larger, _ = measured('config/moduleformer.py', *args[:-1], '--vocab_size=128')['rows']
+    assert larger['flops_per_token'] == rows[0]['flops_per_token']       # the head reads one token of 20
 
 
 @pytest.mark.parametrize('args, message', [
@@ -168,7 +170,8 @@ def test_generation_and_prefill(measured):
     (['config/moduleformer_lifelong.py'], 'starts from another run'),
     (['config/moep.py', '--json=/none/b.json'], 'be written'),
     (['config/moep.py', '--sweep=n_block'], 'n_block=2,4,8'),
-    (['config/moep.py', '--batch_size=0'], 'at least 1'),
+    (['config/moep.py', '--batch_size=0'], '--batch_size: 0'),
+    (['config/moep.py', '--generate=0'], '--generate: 0'),
     (['config/gpt2.py', '--nanogpt=config'], 'the folder of a checkout'),
     (['config/nothing.py'], 'nothing.py'),
     (['config/moep.py', '--sweep=n_block=1', '--vocab_size=64'], 'top_k')])
