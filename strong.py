@@ -24,8 +24,8 @@ Choices, and their reasons:
 - The embedding is the head, too: apart, the two would be over a third of a model of this size.
 - `head_gate`: a sigmoid of the block's input scales what each head returns, so that a head can be
   silent (Qiu et al. 2025, "Gated Attention for Large Language Models", its smallest form).
-- `end_of_text`: tokens read nothing of the documents before theirs in the window. The mask costs the
-  fast kernel of causal attention.
+- `end_of_text`: tokens read nothing of the documents before theirs in the window. With this mask
+  attention cannot use its fast causal kernel.
 - The gates of a token's K experts sum to 1, and their sum is multiplied by K: if the gates are
   equal, the K experts add up as the parts of a dense FFN do.
 - At top_k = 1 the gate is always 1: the router learns from the balance loss alone.
@@ -238,7 +238,7 @@ class Strong(nn.Module):
 
     def init_weights(self):
         """Maps that add to the residual stream are 0: at first a block returns what it was given.
-        The others keep the size of what they read, 1/sqrt(fan-in)."""
+        The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small."""
         for name, p in self.named_parameters():
             if '.proj' in name or '.down' in name:
                 nn.init.zeros_(p)
@@ -264,7 +264,7 @@ class Strong(nn.Module):
             x, losses = block(x, past, cache, mask)
             for name, loss in losses.items():
                 aux[name] = aux.get(name, 0) + loss
-        if mask is not None and cache is not None:       # for the next call, behind the last layer's
+        if mask is not None and cache is not None:       # a pair, like those of the layers before it
             cache[self.config.n_layer:] = [(document, document)]
         return norm(x), aux
 

@@ -20,12 +20,12 @@ from moep import MoEP, MoEPConfig
 
 
 class LoadBias(nn.Module):
-    """Chooses K of the scores. Its state: buffers, for checkpoints; changed in place, for CUDA graphs."""
+    """Chooses K of the scores. Buffers: checkpoints keep them; CUDA graphs need changes in place."""
     def __init__(self, n_choices, weight):
         super().__init__()
         self.register_buffer('b', torch.zeros(n_choices))
         self.register_buffer('load', torch.zeros(n_choices, dtype=torch.long))
-        self.register_buffer('seen', torch.zeros_like(weight))
+        self.register_buffer('seen', torch.zeros_like(weight))      # weight, last pass
 
     @torch.no_grad()
     def forward(self, score_NE, top_k, weight):

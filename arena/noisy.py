@@ -10,7 +10,8 @@ every choice is tried now and then. The scale has weights of its own: where the 
 can learn to be quiet. In eval mode there is no noise.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
-Layer", Eq. 3 to 5. A departure: the balance loss is MoEP's, instead of their two (Eq. 7, Eq. 11).
+Layer", Eq. 3 to 5. Departures: the balance loss is MoEP's, instead of their two (Eq. 7, Eq. 11), and
+v starts as small as all of MoEP's maps, not at 0: a scale of about softplus(0) = 0.69.
 """
 
 import torch

@@ -40,7 +40,7 @@ class Settings:
     epoch_words: float | None = None       # words per epoch; if not given, an epoch is all chunks
     # how long
     epochs: float = 1.0                    # passes over the chunks, each reordered and newly cut
-    max_iters: int | None = None           # steps, instead of epochs; 0: print the plan and stop
+    max_iters: int | None = None           # steps, instead of epochs; 0: print the plan, do the surgery, stop
     batch_size: int = 16                   # chunks per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
     # optimiser

@@ -13,73 +13,19 @@ TRACK/NAME_SEED.json in --results keeps what came out. What has its file is not 
 kill, the same command goes on from the last checkpoint.
 """
 
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
-from plumbing.data import named_sets
-from plumbing.models import ROOT, import_model, sketch
+from plumbing.models import ROOT, import_model
 from plumbing.settings import read_config, read_settings
+from tools.entries import check_kept, find_entries, identify
 from tools.flops import training_flops
 from tools.leaderboard import MODES, TRACKS, classes, read_results, show
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
-
-
-# ---- Entries ------------------------------------------------------------------------------------
-
-def find_entries(paths, track):
-    """{name: its stages}. On the track toy, a config of baby stands for its namesake in toy/."""
-    entries = {}
-    for given in paths:
-        path = given
-        if track == 'toy' and given.parent.name != 'toy':
-            path = given.parent / 'toy' / given.name
-        if given.exists() and not path.exists():
-            print(f'{given.stem} is left out: there is no {path}')
-            continue
-        stages = sorted(path.glob('*.py')) if path.is_dir() else [path]
-        if not stages:
-            raise UserError(f'{path}: an entry that is a folder holds a config for each stage')
-        check_entry(stages, track)
-        entries[path.stem] = stages
-    return entries
-
-
-def check_entry(stages, track):
-    """Whether it keeps the rules of the track, before anything is trained."""
-    rules = TRACKS[track]
-    for config in stages:
-        s, module, keys = read_settings([str(config)])
-        trained, scored = named_sets(s)
-        if {*trained, *scored} != {rules['data']}:
-            raise UserError(f"{config} reads {', '.join({*trained, *scored})}; "
-                            f"the track {track} reads {rules['data']} alone")
-    if len(stages) > 1:                                  # a surgery's work is counted afterwards
-        return
-    model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)
-    total, active = model.count_params()
-    cost = training_flops(s.model, model.config, active, s.seq_len or model.config.block_size)
-    if not classes(dict(parameters=total, flops_per_token=cost), track):
-        raise UserError(f'{config} has {total / 1e6:.2f}M parameters and takes {cost / 1e6:.2f}M FLOPs '
-                        f"per token; an entry has {rules['parameters'] / 1e6:g}M, or takes "
-                        f"{rules['flops_per_token'] / 1e6:g}M, give or take {rules['within']:.0%}")
-
-
-def read_configs(stages):
-    """[{key: value}], as JSON keeps them."""
-    return parse_json(json.dumps([read_config(config) for config in stages]))
-
-
-def is_there(file, stages):
-    """Whether a result, or a run, is there. One of an entry that was changed since is an error."""
-    if file.exists() and parse_json(file.read_text()).get('configs') != read_configs(stages):
-        raise UserError(f'{file} is of another version of {stages[-1]}: delete it and its run, or '
-                        'give the new version a name of its own')
-    return file.exists()
 
 
 # ---- Running ------------------------------------------------------------------------------------
@@ -98,13 +44,12 @@ def call(script, *args):
         raise UserError(f'{script} ended with exit code {code}')
 
 
-def train(stages, out, seed, data_dir, setting=None):
+def train(stages, entry, out, seed, data_dir, setting=None):
     """Train the stages, or go on with them -> the last one's folder, and what their logs say. A stage
     that starts from earlier ones finds them beside itself. With a setting: a third of the steps."""
     found = []
-    is_there(out / 'entry.json', stages)                 # a run is resumed as it was begun
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / 'entry.json', dict(configs=read_configs(stages)))
+    write_json(out / 'entry.json', entry)                # what is resumed, should it be killed
     for config in stages:
         folder = out / config.stem if len(stages) > 1 else out
         args = [config, f'--seed={seed}', f'--out_dir={folder}', f'--data_dir={data_dir}']
@@ -151,7 +96,9 @@ def read_run(folder):
 def score_pairs(folder, pairs):
     """{mode: percent of the minimal pairs}; None where there are no pairs."""
     scores = dict.fromkeys(MODES)
-    for mode in MODES if pairs.is_dir() else ():
+    if not pairs.is_dir():
+        return scores
+    for mode in MODES:
         file = folder / f'{mode}.json'
         call('eval_blimp.py', folder, '--data', pairs, '--mode', mode, '--json', file)
         scores[mode] = parse_json(file.read_text())['runs'][0]['overall']
@@ -164,20 +111,26 @@ def race(entries, args):
     pairs = args.data_dir / TRACKS[args.track]['pairs']
     results.mkdir(parents=True, exist_ok=True)
     failed = []
-    left = [(seed, name) for seed in range(1, args.seeds + 1) for name, stages in entries.items()
-            if not is_there(results / f'{name}_{seed}.json', stages)]
-    for number, (seed, name) in enumerate(left, 1):
+    left = []
+    for seed in range(1, args.seeds + 1):
+        for name, stages in entries.items():
+            file, out = results / f'{name}_{seed}.json', args.out / args.track / f'{name}_{seed}'
+            kept = parse_json(file.read_text()) if file.exists() else {}
+            entry = identify(stages)
+            check_kept(entry, kept, file, out)
+            if not kept:
+                left.append((name, seed, entry, file, out))
+    for number, (name, seed, entry, file, out) in enumerate(left, 1):
         print(f'\n==== {number} of {len(left)}: {name}, seed {seed}', flush=True)
         try:
-            out = args.out / args.track / f'{name}_{seed}'
-            folder, result = train(entries[name], out, seed, args.data_dir)
+            folder, result = train(entries[name], entry, out, seed, args.data_dir)
             result |= score_pairs(folder, pairs)
         except UserError as error:
             failed.append(f'{name} with seed {seed}: {error}')
             continue
-        if not classes(result, args.track):              # a surgery made it
-            print(f'{name} is in neither class, so in no table')
-        write_json(results / f'{name}_{seed}.json', dict(configs=read_configs(entries[name])) | result)
+        if not classes(result, args.track):              # stages, or another number of tokens
+            print(f'{name} is in neither class, or not within the budget: it is in no table')
+        write_json(file, entry | result)
     if left and not pairs.is_dir():
         print(f'nothing was scored on minimal pairs: there is no {pairs} (see prepare.py)')
     return failed
@@ -186,20 +139,27 @@ def race(entries, args):
 def sweep(entries, args):
     """One seed and a third of the steps for each value of a setting -> what failed."""
     key, _, values = args.sweep.partition('=')
+    wanted = [f'{key}={value}' for value in values.split(',')]
+    for stages in entries.values():
+        for setting in wanted:
+            read_settings([str(stages[-1]), f'--{setting}'])     # what is mistyped ends it here
     failed = []
     for name, stages in entries.items():
         file = args.results / args.track / 'sweeps' / f'{name}.json'
         found = parse_json(file.read_text()) if file.exists() else {}
-        wanted = [f'{key}={value}' for value in values.split(',')]
-        read_settings([str(stages[-1]), f'--{wanted[0]}'])       # a mistyped key ends it here
-        for setting in [each for each in wanted if each not in found]:
+        entry = identify(stages, key)
+        for setting in wanted:
+            out = args.out / args.track / 'sweeps' / f'{name}_{setting}'
+            check_kept(entry, found.get(setting, {}), file, out)
+            if setting in found:
+                continue
             print(f'\n==== {name}, {setting}', flush=True)
             try:
-                out = args.out / args.track / 'sweeps' / f'{name}_{setting}'
-                _, found[setting] = train(stages, out, 1, args.data_dir, setting)
+                _, result = train(stages, entry, out, 1, args.data_dir, setting)
             except UserError as error:
                 failed.append(f'{name} with {setting}: {error}')
                 continue
+            found[setting] = entry | result
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)
         for setting, result in sorted(found.items(), key=lambda item: item[1]['loss']):
@@ -220,7 +180,7 @@ def read_arguments():
     parser.add_argument('--results', type=Path, default=RESULTS, help='where the small files go')
     parser.add_argument('--data_dir', type=Path, default=Path('data'), help='where prepare.py put it')
     args = parser.parse_args()
-    if bool(args.entries) == args.table:
+    if bool(args.entries) == args.table or args.table and args.sweep:
         raise UserError('name entries, as config/arena/*.py, or --table alone')
     if args.sweep and not args.sweep.partition('=')[2]:
         raise UserError(f'--sweep {args.sweep}: a setting and its values, as learning_rate=1e-3,3e-3')

@@ -119,7 +119,7 @@ def measure(row, args, machine, rate):
     if args.generate or args.prefill:
         flops /= 3                                       # forward alone
     if args.prefill:
-        flops -= 2 * row.config.vocab_size * row.config.n_embd   # the head reads only a row's last token
+        flops -= 2 * row.config.vocab_size * row.config.n_embd   # the head: last tokens alone
     gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
     return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **found, gib=gib,
                 flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
@@ -142,7 +142,8 @@ def read_arguments():
     parser.add_argument('--dense', action='store_true', help='add a GPT-2 of the same size to each')
     parser.add_argument('--nanogpt', metavar='PATH', help='a checkout: beside each GPT-2')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these values')
-    parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N', help='decode N tokens instead')
+    parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N',
+                        help='decode N tokens instead')
     parser.add_argument('--prefill', action='store_true', help='read 32 x 1,024 tokens instead')
     parser.add_argument('--vocab_size', type=between(1, 65536), default=16384,
                         help='where the config names none')

@@ -10,9 +10,9 @@ import statistics
 from plumbing.cli import UserError, parse_json
 
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
-    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926,
+    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926, tokens=0.5e6,
              parameters=0.65e6, flops_per_token=3.75e6, within=0.1),
-    baby=dict(data='babylm', pairs='blimp', vocab_size=16384,
+    baby=dict(data='babylm', pairs='blimp', vocab_size=16384, tokens=150e6,
               parameters=28e6, flops_per_token=180e6, within=0.05))
 CLASSES = dict(parameters='equal parameters', flops_per_token='equal FLOPs per token')
 DENSE = ('strong', 'gpt2')               # the dense entry of a class: the first of these that is in it
@@ -23,8 +23,11 @@ SURE = 0.01                              # a difference counts if p is less
 
 
 def classes(count, track):
-    """The classes that an entry is in: one, both, or none."""
+    """The classes that an entry is in: one, both, or none. Its tokens, once they are known, have to be
+    those of the track, give or take a tenth: another tokenizer counts otherwise."""
     rules = TRACKS[track]
+    if abs(count.get('tokens', rules['tokens']) / rules['tokens'] - 1) > 0.1:
+        return []
     return [key for key in CLASSES if abs(count[key] / rules[key] - 1) <= rules['within']]
 
 
@@ -35,8 +38,10 @@ def read_results(track, results):
         name, _, seed = path.stem.rpartition('_')
         try:
             result = parse_json(path.read_text())
-            scores = {key: float(result[key]) for key in SCORES if result[key] is not None}
-            found.setdefault(name, {})[int(seed)] = dict.fromkeys(MODES) | scores
+            scores = {key: float(result[key]) for key in SCORES if key not in MODES}
+            for mode in MODES:
+                scores[mode] = None if result[mode] is None else float(result[mode])
+            found.setdefault(name, {})[int(seed)] = scores
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path} is no result: delete it, and run its entry again') from None
     return found
@@ -78,7 +83,7 @@ def verdict(mine, dense):
         return '-'
     p = welch(mine, dense)
     word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
-    return f"{word if p < SURE else 'even'}, p = {p:.2g}"
+    return f"{word if p < SURE else 'even'}, p = {p:.3g}"        # .2g: 0.00998 would read 0.01
 
 
 def table(track, results):
@@ -95,7 +100,9 @@ def table(track, results):
         dense = next((name for name in DENSE if name in bits), None)
         for name in sorted(bits, key=lambda name: statistics.mean(bits[name])):
             column = {score: [result[score] for result in found[name].values()] for score in SCORES}
-            against = 'the dense entry' if name == dense else verdict(bits[name], bits.get(dense, []))
+            against = 'the dense entry'
+            if name != dense:
+                against = verdict(bits[name], bits.get(dense, []))       # there may be none yet
             cells = [
                 title, name, len(bits[name]),
                 f"{column['parameters'][0] / 1e6:.2f}",

@@ -1,4 +1,4 @@
-"""tools/arena.py and tools/leaderboard.py: what is run, costs, rules, tables, Welch's test."""
+"""tools/arena.py, entries.py and leaderboard.py: what is run, costs, rules, tables, Welch's test."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from conftest import ROOT, run_here
 from plumbing.cli import UserError
 from plumbing.models import sketch
 from plumbing.settings import read_settings
-from tools import arena, flops, leaderboard
+from tools import arena, entries, flops, leaderboard
 
 TINY = """model = 'moep'
 data = 'toy_stories'
@@ -53,6 +53,7 @@ def track(tmp_path, data_dir, monkeypatch):
     -> a list of the scripts that are run, as (script, config or run folder)."""
     monkeypatch.setitem(leaderboard.TRACKS['toy'], 'parameters', 17e3)
     monkeypatch.setitem(leaderboard.TRACKS['toy'], 'within', 0.2)
+    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'tokens', 6 * 2 * 32)
     (tmp_path / 'data' / 'toy_blimp').mkdir(parents=True)
     (tmp_path / 'data' / 'toy_stories').symlink_to(data_dir / 'toy_stories')
     pair = dict(sentence_good='The dog is happy.', sentence_bad='The dog are happy.')
@@ -152,10 +153,34 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     config.write_text('# only a comment\n' + TINY)
     go('mine.py', '--seeds=1')
     config.write_text(TINY.replace('1e-2', '1e-3'))
-    assert 'r/toy/mine_1.json is of another version of toy/mine.py' in go('mine.py', code=2).stderr
+    refused = 'r/toy/mine_1.json or out/arena/toy/mine_1 is of another version of the config: delete both'
+    assert refused in go('mine.py', code=2).stderr
     (tmp_path / 'r/toy/mine_1.json').unlink()
-    assert 'mine_1/entry.json is of another version' in go('mine.py', '--seeds=1', code=2).stderr
+    assert refused in go('mine.py', '--seeds=1', code=2).stderr
     assert track == scripts(('mine', 'mine_1'))
+
+
+def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
+    """Its results stay, with a line about it; a comment is no change."""
+    monkeypatch.setattr(entries, 'ROOT', tmp_path)
+    code = tmp_path / 'moep.py'
+    code.write_text('x = 1\n')
+    go('mine.py', '--seeds=1')
+    go('mine.py', '--sweep=learning_rate=1e-3')
+    code.write_text('x = 1    # one\n')
+    assert 'other code' not in go('mine.py', '--seeds=1').stdout
+    code.write_text('x = 2\n')
+    told = 'or out/arena/toy/mine_1 was made with other code: to run the entry again, delete both'
+    assert told in go('mine.py', '--seeds=1').stdout
+    assert 'other code' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
+    assert len(track) == 4
+
+
+def test_another_budget_is_in_no_table(track, go, tmp_path):
+    (tmp_path / 'toy/long.py').write_text(TINY.replace('max_iters = 6', 'max_iters = 7'))
+    text = go('long.py', 'mine.py', '--seeds=1').stdout
+    assert 'long is in neither class, or not within the budget: it is in no table' in text
+    assert [line.split()[2] for line in text.splitlines() if line.startswith('equal')] == ['mine']
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
@@ -197,6 +222,12 @@ def test_a_sweep(track, go, tmp_path):
     assert all('--max_iters=2 ' in result['commands'][0] for result in kept.values())
     shown = [line.split()[1] for line in text.splitlines()[-3:]]
     assert shown == sorted(kept, key=lambda setting: kept[setting]['loss'])
+    config = tmp_path / 'toy/mine.py'
+    config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
+    go('mine.py', '--sweep=learning_rate=3e-2')
+    config.write_text(TINY.replace('dropout = 0.0', 'dropout = 0.1'))
+    assert 'mine.json or' in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
+    assert len(track) == 3
 
 
 # ---- Mistakes -----------------------------------------------------------------------------------
@@ -205,6 +236,10 @@ def test_a_sweep(track, go, tmp_path):
 @pytest.mark.parametrize('args, message', [
     ([], 'name entries'),
     (['mine.py', '--table'], 'or --table alone'),
+    (['--table', '--sweep=learning_rate=1e-3'], 'or --table alone'),
+    (['--sweep=learning_rate=1e-3'], 'name entries'),
+    (['model.py'], 'model.py'),
+    (['mine.py', '--sweep=learning_rate=1e-3,abc'], "'abc'"),
     (['none.py'], 'there is no config file toy/none.py'),
     (['empty'], 'a config for each stage'),
     (['large.py'], 'toy/large.py has 0.03M parameters and takes 0.21M FLOPs per token; an entry has 0.017M'),
@@ -217,6 +252,7 @@ def test_a_sweep(track, go, tmp_path):
     (['--table', '--results=half'], 'half/toy/mine_1.json is no result: delete it')])
 def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
     (tmp_path / 'toy/empty').mkdir()
+    (tmp_path / 'model.py').write_text('import torch\n\nclass Model:\n    pass\n')
     for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
                            ('wrong', 'n_embd', 'n_embed')):
         (tmp_path / 'toy' / f'{name}.py').write_text(TINY.replace(old, new))
@@ -263,8 +299,9 @@ def test_welch():
 
 def test_table(tmp_path):
     """Both classes; the dense entry is `strong` where it is, else `gpt2`; the best comes first."""
-    base = dict.fromkeys(leaderboard.SCORES, 1.0) | dict(parameters=28e6, active=2e7, flops_per_token=9e7)
-    entries = dict(
+    base = dict.fromkeys(leaderboard.SCORES, 1.0)
+    base |= dict(parameters=28e6, active=2e7, flops_per_token=9e7, tokens=1.5e8)
+    rows = dict(
         gpt2=(dict(flops_per_token=1.8e8), [1.300, 1.301, 1.302]),
         strong=({}, [1.250, 1.251, 1.252]),
         good=({}, [1.240, 1.241, 1.242]),
@@ -272,7 +309,7 @@ def test_table(tmp_path):
         once=({}, [1.245]),
         outside=(dict(parameters=30e6), [1.0, 1.0]))
     (tmp_path / 'baby').mkdir()
-    for name, (changes, bits) in entries.items():
+    for name, (changes, bits) in rows.items():
         for seed, value in enumerate(bits, 1):
             kept = base | changes | dict(bits_per_byte=value)
             (tmp_path / f'baby/{name}_{seed}.json').write_text(json.dumps(kept))
@@ -284,12 +321,12 @@ def test_table(tmp_path):
     assert p < 0.01 < r
     same, cost = leaderboard.CLASSES.values()
     assert found == [
-        (same, 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.2g}'),
+        (same, 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
         (same, 'once', '1', '1.2450', '-'),
         (same, 'strong', '3', '1.2510 ± 0.0010', 'the dense entry'),
-        (same, 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.2g}'),
+        (same, 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
         (cost, 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
-        (cost, 'bad', '2', '1.4025 ± 0.0035', f'even, p = {r:.2g}')]
+        (cost, 'bad', '2', '1.4025 ± 0.0035', f'even, p = {r:.3g}')]
     assert len(head) == len(rows[0]) and rows[-1][-3] == '-'
 
 
@@ -302,9 +339,9 @@ def test_every_entry_keeps_the_rules(track, monkeypatch):
     monkeypatch.chdir(ROOT)
     home = Path('config/arena', 'toy' if track == 'toy' else '')
     folders = [path for path in home.iterdir() if path.is_dir() and path.name not in ('toy', '__pycache__')]
-    entries = arena.find_entries([*home.glob('*.py'), *folders], track)
-    assert {'gpt2', 'moep', 'papaformer_composed'} <= {*entries}
-    for name, stages in entries.items():
+    found = arena.find_entries([*home.glob('*.py'), *folders], track)
+    assert {'gpt2', 'moep', 'papaformer_composed'} <= {*found}
+    for name, stages in found.items():
         settings = [read_settings([str(stage)])[0] for stage in stages]
         if track == 'baby':
             assert {(s.stride, s.epoch_words, s.batch_size) for s in settings} == {(128, 10e6, 64)}, name
