@@ -25,7 +25,7 @@ class LoadBias(nn.Module):
         super().__init__()
         self.register_buffer('b', torch.zeros(n_choices))
         self.register_buffer('load', torch.zeros(n_choices, dtype=torch.long))
-        self.register_buffer('seen', torch.zeros_like(weight))      # weight, last pass
+        self.register_buffer('seen', torch.zeros_like(weight))      # the weight of the last pass
 
     @torch.no_grad()
     def forward(self, score_NE, top_k, weight):
