@@ -42,6 +42,12 @@ KINDS = dict(
         printed='MoEP, `printed`',
         none='MoEP, no balance loss',
         swiglu='MoEP-SwiGLU, `switch`'),
+    moep_controls=dict(
+        gpt2='none: GPT-2',
+        single='one block of full width, no router',
+        top4='4 of 4 narrow blocks',
+        moep='2 of 4 narrow blocks: MoEP',
+        stride384='the same, a window every 384 tokens'),
     papaformer={
         f'{phase}-{kind}{suffix}': name + text
         for phase in ('stories', 'both')
@@ -50,6 +56,7 @@ KINDS = dict(
     moduleformer={
         'base': 'ModuleFormer',
         'ibm': "ModuleFormer, modules start as in IBM's release",
+        'memory': 'ModuleFormer, trained with a memory of 512 tokens',
         'base-dense': 'dense',
         'joint-full': 'ModuleFormer, fully tuned',
         'joint-insert': 'ModuleFormer, inserted',
@@ -242,17 +249,20 @@ def moep():
 
 
 def moep_controls():
-    """One seed of each, at the same steps of the same schedule: the controls were stopped early."""
-    steps = (2000, 6000, 10000, 12000, 14000)
-    yield row('parallel layers', 'parameters, active', *(f'step {step:,}' for step in steps))
-    controls = read('moep_controls.json')['runs']
-    names = dict(gpt2='none: GPT-2', single='one block of full width, no router', top4='4 of 4 narrow blocks',
-                 moep='2 of 4 narrow blocks: MoEP', stride384='the same, a window every 384 tokens')
-    for kind, name in names.items():
-        found = controls[kind]
-        losses = [found['val_loss'].get(str(step)) for step in steps]
-        yield row(name, f"{found['parameters_m']:.1f}M, {found['active_m']:.1f}M",
-                  *('-' if loss is None else f'{loss:.3f}' for loss in losses))
+    """Two of the runs of `single` were stopped early: every cell has the seeds that got so far."""
+    steps = (6000, 16000, 18303)
+    yield row('parallel layers', 'parameters, active', *(f'val loss at step {step:,}' for step in steps),
+              'BLiMP, `harness`', 'BLiMP, `babylm2025`')
+    found = runs('moep_controls') | {kind: runs('moep')[kind] for kind in ('gpt2', 'moep')}
+    sizes = dict(gpt2='27.8M, 27.6M', moep='28.4M, 21.3M')       # older files do not have them
+    for kind, name in KINDS['moep_controls'].items():
+        some = list(found[kind].values())
+        cells = [sizes.get(kind) or size(some[0])]
+        evaluations = [e for run in some for e in run['evaluations']]
+        for step in steps:
+            losses = [e['val']['babylm']['loss'] for e in evaluations if e['iter'] == step]
+            cells.append(f'{spread(losses, 3)} ({len(losses)})')
+        yield row(name, *cells, full_blimp(some), full_blimp(some, 'babylm2025'))
 
 
 PAPER_TABLE_1 = {                                    # BLiMP with its supplement, entities, WUG, reading
@@ -642,14 +652,15 @@ def moduleformer_first():
 
 
 def moduleformer_memory():
-    yield 'each segment sees | its first 64 tokens | its second 64 | the other 384 | all'
+    yield ('trained with a memory of | each segment sees | its first 64 tokens | its second 64 | '
+           'the other 384 | all')
     names = {'0': 'nothing before it', 'whole': 'all before it, read in one pass'}
     for found in read('moduleformer_memory.json')['rows']:
         bins = found['by_64_tokens']
         parts = [bins[:1], bins[1:2], bins[2:], bins]
         memory = found['memory']
         name = names[memory] if memory in names else f'{int(memory):,} tokens of memory'
-        yield row(name, *(f'{statistics.mean(part):.3f}' for part in parts))
+        yield row(found['trained'] or 'nothing', name, *(f'{statistics.mean(part):.3f}' for part in parts))
 
 
 MOLM = {                                             # name, and the paper's ms, GB and tokens/s on an A100
@@ -667,9 +678,8 @@ def molm():
     found = {r['name']: r for r in read('molm.json')['rows']}
     for name, (label, ms, gb, speed) in MOLM.items():
         r = found[name]
-        gib = '-' if r['gib'] is None else f"{r['gib']:.1f}"
         yield row(label, f"{millions(r['total'], 0)}, {millions(r['active'], 0)}", f"{r['ms']:.0f}",
-                  f"{r['compiled_ms']:.0f}", f"{r['tokens_per_s']:,.0f}", gib,
+                  f"{r['compiled_ms']:.0f}", f"{r['tokens_per_s']:,.0f}", f"{r['gib']:.1f}",
                   ms, f'{speed:,}', gb)
 
 
