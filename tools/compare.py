@@ -6,10 +6,9 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep out/gpt2 --png compare.png      # and a picture
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
-It reads only log.jsonl, so it also works while a run trains. A choice (a block, an expert, a module)
-is unused if its share was 0 at the last evaluation. A layer's effective choices are
-exp(entropy of its shares): n if all n get the same, 1 if one gets everything. Training FLOPs are
-6 x active parameters x tokens.
+It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it
+got less than 1% of its layer's picks at the last evaluation. Effective choices are exp(entropy of the
+shares): n if all n get the same, 1 if one gets all. Training FLOPs: 6 x active parameters x tokens.
 """
 
 import importlib.util
@@ -23,6 +22,7 @@ from pathlib import Path
 from plumbing.cli import Parser, UserError, check_writable, new_file, parse_json, run_main, short
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
+UNUSED = 0.01                           # a choice with a smaller share of its layer's picks
 AXES = ('step', 'tokens', 'minutes', 'FLOPs')
 DIFFER = 'settings that differ'
 # What a step's line holds besides auxiliary losses, and a run's first line besides settings.
@@ -102,7 +102,7 @@ def read_run(path):
     run['curves'] += [dict(y, kind='val', panel='loss', label=f'val {key[1]}') for key, y in found.items()]
     run['axes']['routes'], found = curves(evals, choices, ROUTE_POINTS)
     for key, y in found.items():
-        run['routes'].setdefault(key[1], []).append(dict(y, dead=last[key] == 0))
+        run['routes'].setdefault(key[1], []).append(dict(y, unused=last[key] < UNUSED))
     return run
 
 
@@ -144,8 +144,8 @@ def make_cells(about, last, steps, evals, aux):
         effective = math.exp(-sum(p * math.log(p) for p in parts))
         balance.append((effective / len(shares), f'{effective:.2f} of {len(shares)}', layer))
     if balance:
-        every = [share for key, share in last.items() if key[:1] == ('route',)]
-        routes['unused choices'] = f'{every.count(0)} of {len(every)}'
+        unused = [share < UNUSED for key, share in last.items() if key[:1] == ('route',)]
+        routes['unused choices'] = f'{sum(unused)} of {len(unused)}'
         _, routes['fewest effective choices'], routes['in layer'] = min(balance)
     return {'run': {label: text.replace('nan', '-') for label, text in run.items()},
             'validation': val, 'routes': routes,
@@ -214,8 +214,8 @@ def draw(path, runs):
     figure.axes[0].legend()
     for n, (run, layer) in enumerate(areas, len(panels) + 1):
         choices = run['routes'][layer]
-        dead = [i for i, choice in enumerate(choices) if choice['dead']] or 'none'
-        place = figure.add_subplot(height, 4, n, title=f"{run['name']}: {layer}, dead: {dead}")
+        unused = [i for i, choice in enumerate(choices) if choice['unused']] or 'none'
+        place = figure.add_subplot(height, 4, n, title=f"{run['name']}: {layer}, unused: {unused}")
         place.stackplot(run['axes']['routes']['step'], [choice['mean'] for choice in choices])
     figure.savefig(path, dpi=100, format='png')
 

@@ -234,7 +234,7 @@ def main():
         for layer in run['layers']:
             load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
             bits, chance = layer['by_class']
-            told = f'tells {bits:.3f} bits of the class, by chance {chance:.3f}; load in percent: {load}'
+            told = f'tells {bits:.3f} bits of the class, by chance {chance:.3f}; gates in percent: {load}'
             print(f"  {layer['name']:16} {told}")
         for note in run['notes']:
             print(f'  {note}')

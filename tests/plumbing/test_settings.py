@@ -125,17 +125,17 @@ def test_numbers_are_finite(value):
 
 
 @pytest.mark.parametrize('args, hint', [
-    (['--lr=3'], "unknown key 'lr'; nanoGPT's lr is here learning_rate"),
+    (['--lr=3'], "unknown key 'lr'; here it is learning_rate"),
     (['--wandb_log=True'], 'the log is log.jsonl'),
-    (['--eval_iters=3'], 'is here eval_tokens'),
-    (['--num_samples=3'], 'is here num, of sample.py'),
-    (['--start=x'], 'is here prompt, of sample.py'),
+    (['--eval_iters=3'], 'here it is eval_tokens'),
+    (['--num_samples=3'], 'here it is num, of sample.py'),
+    (['--start=x'], 'here it is prompt, of sample.py'),
     (['--batch_size', '8'], 'write --batch_size=8, without a space'),
     (['--out_dir', 'config'], 'write --out_dir=config, without a space')])
 def test_what_nanogpt_users_write(args, hint, run):
     assert hint in run('train.py', *args, code=2).stderr
     if args[0] in ('--num_samples=3', '--start=x'):
-        assert hint.removeprefix('is here ') in run('sample.py', 'out/x', *args, code=2).stderr
+        assert hint.removeprefix('here it is ') in run('sample.py', 'out/x', *args, code=2).stderr
 
 
 def test_a_config_that_is_no_text(tmp_path):

@@ -51,7 +51,7 @@ def page_data(path):
 
 
 def test_numbers_are_those_of_the_log(run, tmp_path):
-    routes = dict(first=[0.5, 0.5, 0.0, 0.0], second=[0.25, 0.25, 0.25, 0.25])
+    routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
     write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
               step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25), evaluation(3, 2.0, routes))
     write_log(tmp_path / 'b', start(seed=2), step(1))
@@ -65,7 +65,7 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
     assert table['toy: last bits per byte'] == ['0.5000', '-']
     assert table['toy: last perplexity'] == [f'{math.exp(2):.4f}', '-']
     assert table['unused choices'] == ['2 of 8', '-'] and table['in layer'] == ['first', '-']
-    assert table['fewest effective choices'] == ['2.00 of 4', '-']
+    assert table['fewest effective choices'] == ['2.10 of 4', '-']
     assert table['seed'] == ['1', '2'] and 'n_layer' not in table and 'out_dir' not in table
     assert max(map(len, text.splitlines())) <= 100
 
@@ -76,7 +76,7 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
     assert found['loss', 'train'] == [4, 3, 2] and found['loss', 'val toy'] == [4.0, 1.5, 2.0]
     assert found['balance', 'train'] == [2.0, 2.5, 2.25] and found['lr', 'train'] == [0.1] * 3
     assert [choice['mean'][-1] for choice in first['routes']['first']] == routes['first']
-    assert [choice['dead'] for choice in first['routes']['first']] == [False, False, True, True]
+    assert [choice['unused'] for choice in first['routes']['first']] == [False, False, True, True]
     assert second['routes'] == {}
 
 
@@ -237,7 +237,7 @@ addEventListener('load', () => setTimeout(() => {
   press('Escape');
   found.closed = says();
   found.share = point(routes(), 1);
-  found.dead = document.querySelector('.dead').textContent;
+  found.unused = document.querySelector('.unused').textContent;
   found.hatched = routes().querySelectorAll('.hatched').length;
   found.step = texts(chart(0)).at(-1);
   document.querySelector('input[value=FLOPs]').click();
@@ -287,8 +287,8 @@ def test_page_in_a_browser(run, tmp_path, width):
     assert found['right'].startswith('step 2,999') and 'other, train: 3.5 (3 to 4)' in found['right']
     assert found['gone'] is None and found['closed'] is None
     assert found['key'].startswith('step 1\n') and f'{nasty}, train: 4' in found['key']
-    assert '2: 0.0%, dead at the end' in found['share'] and '1: 50.0%' in found['share']
-    assert found['dead'].strip() == 'dead: 2' and found['hatched'] == 1
+    assert '2: 0.0%, unused at the end' in found['share'] and '1: 50.0%' in found['share']
+    assert found['unused'].strip() == 'unused: 2' and found['hatched'] == 1
     assert found['step'] == 'step' and found['flops'] == 'training FLOPs'
     assert found['far'].startswith(f'training FLOPs {6 * 1500 * 64 * 2999 / 1e9:.4g}B\n')
     assert not found['positive'].startswith('training FLOPs 0') and found['address'] == '#FLOPs&logx&logy'
