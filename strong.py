@@ -15,17 +15,13 @@ makes the arithmetic that of the dense model: (top_k + n_shared) * width = 4 * n
 
 What to look at first: `Block.forward`, then `Experts.forward`. "Fast paths", the last section, can
 be skipped: where it is used, a comment says in plain code what it computes.
-Measured on the toy stories (0.51M tokens, one seed, a rate of 3e-3): loss 1.229; GPT-2 1.276. The
-best of three rates gives 1.192, Muon 1.162 (docs/strong.md).
+Measured on the toy stories (0.5M tokens, three seeds, each at the best rate of its sweep): loss
+1.194; with Muon 1.206, no difference; GPT-2 1.245 (docs/arena.md).
 
 Choices, and their reasons:
 - A gain is a vector that the matrix behind it can hold as well. Without gains every parameter is a
   matrix or an embedding, which suits Muon (`optimizer = 'muon'`, plumbing/muon.py).
 - The embedding is the head, too: apart, the two would be over a third of a model of this size.
-- `head_gate`: a sigmoid of the block's input scales what each head returns, so that a head can be
-  silent (Qiu et al. 2025, "Gated Attention for Large Language Models", its smallest form).
-- `end_of_text`: tokens read nothing of the documents before theirs in the window. With this mask
-  attention cannot use its fast causal kernel.
 - The gates of a token's K experts sum to 1, and their sum is multiplied by K: if the gates are
   equal, the K experts add up as the parts of a dense FFN do.
 - At top_k = 1 the gate is always 1: the router learns from the balance loss alone.
@@ -50,8 +46,6 @@ class StrongConfig:
     n_layer: int = 12                 # blocks
     n_head: int = 6                   # attention heads
     n_embd: int = 384                 # width
-    head_gate: bool = False           # a gate on each attention head
-    end_of_text: int | None = None    # attention stays within documents, which begin with this token
     n_expert: int = 1                 # E: experts of each FFN; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
     n_shared: int = 0                 # experts beside them that every token takes
@@ -66,8 +60,6 @@ class StrongConfig:
         if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
             raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
                              'of an even width')
-        if self.end_of_text is not None and not 0 <= self.end_of_text < self.vocab_size:
-            raise ValueError(f'end_of_text = {self.end_of_text} is no token of the vocabulary')
         if not 1 <= self.top_k <= self.n_expert:
             raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
         if self.n_shared < 0 or self.n_shared and self.n_expert == 1:
@@ -108,25 +100,17 @@ class Block(nn.Module):
         self.layer = layer
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # apart, for Muon
         self.proj = nn.Linear(D, D, bias=False)
-        self.gate = nn.Linear(D, c.n_head, bias=False) if c.head_gate else None
         self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x, past=0, cache=None, mask=None):
+    def forward(self, x, past=0, cache=None):
         B, T, D = x.shape
         n = norm(x)
         heads = (B, T, self.config.n_head, -1)
         q, k, v = (linear(n).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), each of length sqrt(d)
-        dropout = self.dropout.p if self.training else 0.0
-        if mask is None:
-            y = attend(q, k, v, cache, self.layer, dropout)
-        else:
-            y = attend_masked(q, k, v, cache, self.layer, dropout, mask)
-        y = y.transpose(1, 2)                            # (B, T, H, d)
-        if self.gate:
-            y = y * self.gate(n).sigmoid()[..., None]
-        x = x + self.dropout(self.proj(y.reshape(B, T, D)))
+        y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
+        x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         y, losses = self.ffn(norm(x))
         return x + self.dropout(y), losses
 
@@ -160,15 +144,6 @@ def attend(q, k, v, cache, layer, dropout):
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
                                           enable_gqa=q.size(1) > k.size(1))
-
-
-def attend_masked(q, k, v, cache, layer, dropout, mask):
-    """attend, where a mask (B, 1, T, S) says which keys each query reads."""
-    if cache is not None:
-        if layer < len(cache):
-            k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
-        cache[layer:layer + 1] = [(k, v)]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
 # ---- The routed sibling: K of E experts instead of one FFN ---------------------------------------
@@ -253,28 +228,13 @@ class Strong(nn.Module):
         length = past + idx.size(1)
         if length > self.config.block_size:
             raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
-        mask = None
-        if self.config.end_of_text is not None:
-            document = self.documents(idx, past, cache)                  # (B, 1, S, 1)
-            causal = torch.ones(idx.size(1), length, dtype=torch.bool, device=idx.device).tril(past)
-            mask = causal & (document[:, :, past:] == document.mT)       # (B, 1, T, S)
         x = self.dropout(norm(self.wte(idx)))            # (B, T, D)
         aux = {}
         for block in self.blocks:
-            x, losses = block(x, past, cache, mask)
+            x, losses = block(x, past, cache)
             for name, loss in losses.items():
                 aux[name] = aux.get(name, 0) + loss
-        if mask is not None and cache is not None:       # a pair, like those of the layers before it
-            cache[self.config.n_layer:] = [(document, document)]
         return norm(x), aux
-
-    def documents(self, idx, past, cache):
-        """The number of each token's document, also of the tokens that the cache holds."""
-        number = (idx == self.config.end_of_text).cumsum(1)[:, None, :, None]
-        if past:
-            before = cache[-1][0]
-            number = torch.cat((before, before[:, :, -1:] + number), 2)
-        return number
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         x, aux = self.features(idx, cache)

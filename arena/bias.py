@@ -8,7 +8,7 @@ Balance without a loss: MoEP whose router adds a bias to the scores, for the cho
 A balance loss also pulls at the weights that the text trains. A bias has no gradient: it only shifts
 who is chosen. The balance loss is returned to be logged: give it no weight in the config.
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"; DeepSeek-AI
-2024, "DeepSeek-V3 Technical Report", Eq. 16. They add a very small balance loss per sequence.
+2024, "DeepSeek-V3 Technical Report", Eq. 16, which adds a very small balance loss per sequence.
 """
 
 import torch

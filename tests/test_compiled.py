@@ -24,7 +24,7 @@ MODELS = dict(
     selfmoe=(selfmoe, dict(n_layer=5, n_kv_head=1)),
     stlm=(stlm, dict(n_layer=5, n_kv_head=1, ffn_hidden=16, share='all', lora_rank=2)),
     stlm_depth=(stlm_depth, dict(n_layer=6, n_kv_head=1, ffn_hidden=16, capacity=0.25)),
-    strong=(strong, dict(n_layer=5, n_expert=4, top_k=2, head_gate=True)))
+    strong=(strong, dict(n_layer=5, n_expert=4, top_k=2)))
 
 
 @pytest.fixture

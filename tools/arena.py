@@ -18,10 +18,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prepare
 from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
 from plumbing.models import ROOT, import_model
 from plumbing.settings import read_config, read_settings
-from tools.entries import check_kept, find_entries, identify
+from tools.entries import began_as, check_kept, find_entries, identify, read_kept
 from tools.flops import training_flops
 from tools.leaderboard import MODES, TRACKS, classes, read_results, show
 
@@ -45,9 +46,11 @@ def call(script, *args):
 
 
 def train(stages, entry, out, seed, data_dir, setting=None):
-    """Train the stages, or go on with them -> the last one's folder, and what their logs say. A stage
-    that starts from earlier ones finds them beside itself. With a setting: a third of the steps."""
+    """Train the stages, or go on with them -> the last one's folder, and a result: the entry, and what
+    the logs say. A stage that starts from earlier ones finds them beside itself. With a setting: a
+    third of the steps."""
     found = []
+    entry = began_as(out) or entry                       # code may have changed since then
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / 'entry.json', entry)                # what is resumed, should it be killed
     for config in stages:
@@ -71,7 +74,7 @@ def train(stages, entry, out, seed, data_dir, setting=None):
         flops_per_token=sum(run['flops_per_token'] * run['tokens'] for run in found) / tokens,
         tokens_per_s=tokens / sum(run['tokens'] / run['tokens_per_s'] for run in found),
         commands=[run.pop('command') for run in found])
-    return folder, found[-1] | sums
+    return folder, entry | found[-1] | sums
 
 
 def read_run(folder):
@@ -107,20 +110,27 @@ def score_pairs(folder, pairs):
 
 def race(entries, args):
     """Every entry with the first seed, then with the next -> what failed. The others go on."""
-    results = args.results / args.track
+    results, runs = args.results / args.track, args.out / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
-    results.mkdir(parents=True, exist_ok=True)
     failed = []
     left = []
-    for seed in range(1, args.seeds + 1):
-        for name, stages in entries.items():
-            file, out = results / f'{name}_{seed}.json', args.out / args.track / f'{name}_{seed}'
-            kept = parse_json(file.read_text()) if file.exists() else {}
-            entry = identify(stages)
-            check_kept(entry, kept, file, out)
-            if not kept:
-                left.append((name, seed, entry, file, out))
-    for number, (name, seed, entry, file, out) in enumerate(left, 1):
+    for name, stages in entries.items():
+        entry = identify(stages)
+        made = []
+        for seed in range(1, args.seeds + 1):
+            file, out = results / f'{name}_{seed}.json', runs / f'{name}_{seed}'
+            made += [read_kept(file), began_as(out)]
+            if not file.exists():
+                left.append((seed, name, entry, file, out))
+        check_kept(entry, made, f'{results}/{name}_?.json and {runs}/{name}_?')
+    left.sort(key=lambda run: run[0])                    # by seed, else in this order
+    if left:
+        results.mkdir(parents=True, exist_ok=True)
+        prepare.make_missing_toys([pairs.name], args.data_dir)
+        if not pairs.is_dir():
+            print(f'there is no {pairs} (see prepare.py): nothing will be scored on minimal pairs, '
+                  f'until you make it, delete the new files in {results}, and repeat the command')
+    for number, (seed, name, entry, file, out) in enumerate(left, 1):
         print(f'\n==== {number} of {len(left)}: {name}, seed {seed}', flush=True)
         try:
             folder, result = train(entries[name], entry, out, seed, args.data_dir)
@@ -130,36 +140,40 @@ def race(entries, args):
             continue
         if not classes(result, args.track):              # stages, or another number of tokens
             print(f'{name} is in neither class, or not within the budget: it is in no table')
-        write_json(file, entry | result)
-    if left and not pairs.is_dir():
-        print(f'nothing was scored on minimal pairs: there is no {pairs} (see prepare.py)')
+        write_json(file, result)
     return failed
 
 
 def sweep(entries, args):
     """One seed and a third of the steps for each value of a setting -> what failed."""
     key, _, values = args.sweep.partition('=')
-    wanted = [f'{key}={value}' for value in values.split(',')]
+    key = key.replace('-', '_')
+    wanted = {}                                          # each once: 2e-3 and 0.002 are the same
     for stages in entries.values():
-        for setting in wanted:
-            read_settings([str(stages[-1]), f'--{setting}'])     # what is mistyped ends it here
+        for value in values.split(','):                  # what is mistyped ends it here
+            s, _, keys = read_settings([str(stages[-1]), f'--{key}={value}'])
+            wanted[f'{key}={(vars(s) | keys)[key]}'] = None
     failed = []
+    runs = args.out / args.track / 'sweeps'
     for name, stages in entries.items():
         file = args.results / args.track / 'sweeps' / f'{name}.json'
-        found = parse_json(file.read_text()) if file.exists() else {}
+        found = read_kept(file)
         entry = identify(stages, key)
+        made = []
         for setting in wanted:
-            out = args.out / args.track / 'sweeps' / f'{name}_{setting}'
-            check_kept(entry, found.get(setting, {}), file, out)
+            made += [found.get(setting, {}), began_as(runs / f'{name}_{setting}')]
+        check_kept(entry, made, f'{file} and {runs}/{name}_{key}=*')
+        for setting in wanted:
             if setting in found:
                 continue
             print(f'\n==== {name}, {setting}', flush=True)
             try:
+                out = runs / f'{name}_{setting}'
                 _, result = train(stages, entry, out, 1, args.data_dir, setting)
             except UserError as error:
                 failed.append(f'{name} with {setting}: {error}')
                 continue
-            found[setting] = entry | result
+            found[setting] = result
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)
         for setting, result in sorted(found.items(), key=lambda item: item[1]['loss']):
@@ -190,11 +204,13 @@ def read_arguments():
 def main():
     args = read_arguments()
     entries = find_entries(args.entries, args.track)
-    read_results(args.track, args.results)               # a broken file is told before any work
+    known = {track: read_results(track, args.results) for track in TRACKS}   # a broken one is told
+    if args.table and not known[args.track]:
+        raise UserError(f'{args.results} has no results of the track {args.track}')
     failed = sweep(entries, args) if args.sweep else race(entries, args)
     if not args.sweep:
         show(args.track, args.results)
-        if args.results == RESULTS:
+        if args.results.resolve() == RESULTS:
             call('docs/results/tables.py')               # docs/arena.md
     if failed:
         raise UserError(f"not finished: {'; '.join(failed)}; the same command tries again")

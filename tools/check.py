@@ -85,9 +85,7 @@ def causal(module, model, x, y):
 def cached(module, model, x, y):
     """with a cache logits are the same, token by token or in parts; so is what generate() takes"""
     T = x.size(1)
-    parts = (1, T // 2 + 1)
-    if getattr(model.config, 'byte_limit', 0):
-        parts = ()                                       # it has a cache in generate() alone
+    parts = () if getattr(model.config, 'byte_limit', 0) else (1, T // 2 + 1)  # bytes: generate() alone
     for n in parts:
         cache = []
         logits = torch.cat([model(part, cache=cache)[0] for part in x.split(n, 1)], 1)
@@ -135,7 +133,7 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """gates are (B, T, choices), and sum to 1 (at most 1 if the file says: not renormalised)"""
+    """gates are (B, T, choices), at most top_k are not 0, and they sum to 1 (or less: not renormalised)"""
     found = model.routes(x)
     least = 0 if 'not renormalised' in Path(module.__file__).read_text(encoding='utf-8') else 1
     for name, gate in found.items():
@@ -144,6 +142,9 @@ def routes(module, model, x, y):
         assert gate.min() >= 0 and same(total, total.clamp(least, 1)), \
             f'{name}: gates, at least {gate.min():.3g}, sum to {total.min():.3g} up to {total.max():.3g}; ' \
             'they should sum to 1, or the file should say that they are not renormalised'
+        most = (gate > 0).sum(-1).max().item()
+        assert most <= getattr(model.config, 'top_k', most), \
+            f'{name}: a token takes {most} choices; count_params() goes by top_k = {model.config.top_k}'
     return None if found else 'routes() is {}: nothing is chosen'
 
 
@@ -188,8 +189,7 @@ def sparse(module, model, x, y):
     other = module.Model(replace(model.config, sparse=not model.config.sparse)).eval()
     other.load_state_dict(model.state_dict())
     assert same(model(x)[0], other(x)[0]), 'logits differ with sparse=True and sparse=False'
-    for each in (model, other):
-        each(x, y)[1].backward()
+    (model(x, y)[1] + other(x, y)[1]).backward()
     for (name, p), its in zip(model.named_parameters(), other.parameters()):
         assert p.grad is None or same(p.grad, its.grad), f'gradients of {name} differ with sparse'
 

@@ -29,8 +29,12 @@ def find_entries(paths, track):
         stages = sorted(path.glob('*.py')) if path.is_dir() else [path]
         if not stages:
             raise UserError(f'{path}: an entry that is a folder holds a config for each stage')
+        if entries.get(path.stem, stages) != stages:
+            raise UserError(f'two entries are named {path.stem}: rename one of them')
         check_entry(stages, track)
         entries[path.stem] = stages
+    if paths and not entries:
+        raise UserError(f'none of these has a config of the track {track}')
     return entries
 
 
@@ -47,35 +51,65 @@ def check_entry(stages, track):
         return
     model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)
     total, active = model.count_params()
-    cost = training_flops(s.model, model.config, active, s.seq_len or model.config.block_size)
-    if not classes(dict(parameters=total, flops_per_token=cost), track):
+    window = s.seq_len or model.config.block_size
+    if window != rules['window']:
+        raise UserError(f'{config} reads windows of {window} tokens; '
+                        f"the track {track} has {rules['window']}")
+    cost = training_flops(s.model, model.config, active, window)
+    count = dict(parameters=total, flops_per_token=cost)
+    if not classes(count, track):
         raise UserError(f'{config} has {total / 1e6:.2f}M parameters and takes {cost / 1e6:.2f}M '
                         f"FLOPs per token; an entry has {rules['parameters'] / 1e6:g}M, or takes "
                         f"{rules['flops_per_token'] / 1e6:g}M, give or take {rules['within']:.0%}")
+    if s.max_iters is not None:                          # those of epochs are counted afterwards
+        count['tokens'] = s.max_iters * s.batch_size * s.gradient_accumulation_steps * window
+    if not classes(count, track):
+        raise UserError(f"{config} reads {count['tokens'] / 1e6:.2f}M tokens; "
+                        f"the track {track} has {rules['tokens'] / 1e6:g}M")
 
+
+# ---- What was made before -----------------------------------------------------------------------
 
 def identify(stages, swept=None):
-    """What an entry is, as JSON keeps it: its configs, without a setting that is swept, and a checksum
-    of its model files, in which comments do not count."""
+    """What an entry is, as JSON keeps it: its configs, without a setting that is swept, and a
+    checksum of its code."""
     configs = []
     code = ''
     for config in stages:
         s, _, _ = read_settings([str(config)])
-        file = ROOT / f"{s.model.replace('.', '/')}.py"
-        code += ast.unparse(ast.parse(file.read_text(encoding='utf-8')))
+        code += read_code(s.model)
         configs.append({key: value for key, value in read_config(config).items() if key != swept})
-    return parse_json(json.dumps(dict(configs=configs, code=zlib.crc32(code.encode()))))
+    return parse_json(json.dumps(dict(configs=configs, checksum=zlib.crc32(code.encode()))))
 
 
-def check_kept(entry, kept, file, run):
-    """An entry may have been changed since its result, or its run, was made. With another config that
-    is an error; with other code they are taken up again, but a line says so. (Older ones do not know
-    their code.)"""
-    mark = run / 'entry.json'
-    begun = parse_json(mark.read_text()) if mark.exists() else {}
-    for made in (kept, begun):
-        if made.get('configs', entry['configs']) != entry['configs']:
-            raise UserError(f'{file} or {run} is of another version of the config: delete both, or '
-                            'give the new version a name of its own')
-        if made.get('code', entry['code']) != entry['code']:
-            print(f'{file} or {run} was made with other code: to run the entry again, delete both')
+def read_code(name):
+    """The code of a model file and of those that it imports from, without comments."""
+    path = lambda name: ROOT / f"{name.replace('.', '/')}.py"
+    tree = ast.parse(path(name).read_text(encoding='utf-8'))
+    others = [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return ast.unparse(tree) + ''.join(read_code(other) for other in others if path(other).exists())
+
+
+def read_kept(path):
+    """What tools.arena wrote there; {} if there is no such file."""
+    try:
+        return parse_json(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise UserError(f'{path} is broken: delete it') from None
+
+
+def began_as(run):
+    """What an entry was when this run of it began; {} if it saved nothing that could be resumed."""
+    return read_kept(run / 'entry.json') if any(run.rglob('ckpt.pt')) else {}
+
+
+def check_kept(entry, made, where):
+    """An entry may have been changed since its results and runs were made. With another config that
+    is an error; with other code they are taken up again, but a line says so. (Older ones have no
+    checksum.)"""
+    differs = lambda key: any(each.get(key, entry[key]) != entry[key] for each in made)
+    if differs('configs'):
+        raise UserError(f'the config was another when {where} were made: delete what there is of '
+                        'them, or give the new config a name of its own')
+    if differs('checksum'):
+        print(f'the code was another when {where} were made; to run the entry again, delete them')

@@ -10,11 +10,11 @@ import statistics
 from plumbing.cli import UserError, parse_json
 
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
-    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926, tokens=0.5e6,
+    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926, window=64, tokens=0.5e6,
              parameters=0.65e6, flops_per_token=3.75e6, within=0.1),
-    baby=dict(data='babylm', pairs='blimp', vocab_size=16384, tokens=150e6,
+    baby=dict(data='babylm', pairs='blimp', vocab_size=16384, window=512, tokens=150e6,
               parameters=28e6, flops_per_token=180e6, within=0.05))
-CLASSES = dict(parameters='equal parameters', flops_per_token='equal FLOPs per token')
+CLASSES = dict(parameters='Equal parameters', flops_per_token='Equal FLOPs per token')
 DENSE = ('strong', 'gpt2')               # the dense entry of a class: the first of these that is in it
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
 SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
@@ -41,6 +41,8 @@ def read_results(track, results):
             scores = {key: float(result[key]) for key in SCORES if key not in MODES}
             for mode in MODES:
                 scores[mode] = None if result[mode] is None else float(result[mode])
+            if not all(math.isfinite(score) for score in scores.values() if score is not None):
+                raise ValueError
             found.setdefault(name, {})[int(seed)] = scores
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path} is no result: delete it, and run its entry again') from None
@@ -83,44 +85,43 @@ def verdict(mine, dense):
         return '-'
     p = welch(mine, dense)
     word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
-    return f"{word if p < SURE else 'even'}, p = {p:.3g}"        # .2g: 0.00998 would read 0.01
+    return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # .2g: 0.00998 would read 0.01
 
 
-def table(track, results):
-    """The header, then the rows: class by class, the best first."""
-    yield ('class | entry | seeds | parameters, M | active, M | MFLOPs per token | tokens, M | '
-           'tokens/s | minutes | val loss | bits per byte | BLiMP `harness` | BLiMP `babylm2025` | '
-           'against the dense entry')
+def table(track, key, results):
+    """The cells of a class: the header, then its entries, the best first."""
+    yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'tokens/s', 'minutes',
+           'val loss', 'bits per byte', 'BLiMP `harness`', 'BLiMP `babylm2025`', 'against the dense entry']
     found = read_results(track, results)
-    for key, title in CLASSES.items():
-        bits = {}
-        for name, seeds in found.items():
-            if key in classes(next(iter(seeds.values())), track):
-                bits[name] = [result['bits_per_byte'] for result in seeds.values()]
-        dense = next((name for name in DENSE if name in bits), None)
-        for name in sorted(bits, key=lambda name: statistics.mean(bits[name])):
-            column = {score: [result[score] for result in found[name].values()] for score in SCORES}
-            against = 'the dense entry'
-            if name != dense:
-                against = verdict(bits[name], bits.get(dense, []))       # there may be none yet
-            cells = [
-                title, name, len(bits[name]),
-                f"{column['parameters'][0] / 1e6:.2f}",
-                f"{column['active'][0] / 1e6:.2f}",
-                f"{column['flops_per_token'][0] / 1e6:.2f}",
-                f"{column['tokens'][0] / 1e6:.1f}",
-                spread(column['tokens_per_s'], digits=0),
-                spread(column['minutes']),
-                spread(column['loss'], digits=3),
-                spread(column['bits_per_byte'], digits=4),
-                spread(column['harness']),
-                spread(column['babylm2025']),
-                against]
-            yield ' | '.join(map(str, cells))
+    bits = {}
+    for name, seeds in found.items():
+        if key in classes(next(iter(seeds.values())), track):
+            bits[name] = [result['bits_per_byte'] for result in seeds.values()]
+    dense = next((name for name in DENSE if name in bits), None)
+    for name in sorted(bits, key=lambda name: statistics.mean(bits[name])):
+        column = {score: [result[score] for result in found[name].values()] for score in SCORES}
+        against = 'the dense entry'
+        if name != dense:
+            against = verdict(bits[name], bits.get(dense, []))           # there may be none yet
+        yield [
+            name,
+            str(len(bits[name])),
+            f"{column['parameters'][0] / 1e6:.2f}",
+            f"{column['active'][0] / 1e6:.2f}",
+            f"{column['flops_per_token'][0] / 1e6:.2f}",
+            spread(column['tokens_per_s'], digits=0),
+            spread(column['minutes']),
+            spread(column['loss'], digits=3),
+            spread(column['bits_per_byte'], digits=4),
+            spread(column['harness']),
+            spread(column['babylm2025']),
+            against]
 
 
 def show(track, results):
-    rows = [row.split(' | ') for row in table(track, results)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for key, title in CLASSES.items():
+        rows = [*table(track, key, results)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        print(f'\n{title}')
+        for row in rows:
+            print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -14,7 +14,7 @@ connection = 'gumbel1'
 dropout = 0.1
 aux_weights = dict(entropy=0.01, load=0.01)
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # the budget of all entries
 epoch_words = 10e6
 epochs = 10
 batch_size = 64

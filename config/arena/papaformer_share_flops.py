@@ -13,7 +13,7 @@ path_head = [3, 3]
 connection = 'share'
 dropout = 0.1
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # the budget of all entries
 epoch_words = 10e6
 epochs = 10
 batch_size = 64

@@ -14,7 +14,7 @@ d_ffd = 192
 top_k = 2
 d_router = 64
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # the budget of all entries
 epoch_words = 10e6
 epochs = 10
 batch_size = 64

@@ -13,7 +13,7 @@ share = 'ffn'
 share_group = 2
 dropout = 0.1
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # the budget of all entries
 epoch_words = 10e6
 epochs = 10
 batch_size = 64

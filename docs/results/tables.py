@@ -228,7 +228,7 @@ def again():
 def headline():
     tuned = read('glue.json')
     done = finished(runs('moep'))
-    yield ' | seeds | val loss | BLiMP, `harness` | SST-2, LoRA, five seeds of it'
+    yield ' | seeds | val loss | BLiMP, `harness` | SST-2 (LoRA)'
     for kind, config in dict(gpt2='gpt2', moep='moep', swiglu='moep_swiglu').items():
         some = done[kind]
         seeds = tuned.get(f'{kind}_42', {}).get('sst2', {}).get('seeds', {})
@@ -687,12 +687,24 @@ def molm():
 # The arena
 
 
-def arena_toy():
-    return leaderboard.table('toy', HERE / 'arena')
+def arena(track, key):
+    return map(' | '.join, leaderboard.table(track, key, HERE / 'arena'))
 
 
-def arena_baby():
-    return leaderboard.table('baby', HERE / 'arena')
+def arena_toy_parameters():
+    return arena('toy', 'parameters')
+
+
+def arena_toy_flops():
+    return arena('toy', 'flops_per_token')
+
+
+def arena_baby_parameters():
+    return arena('baby', 'parameters')
+
+
+def arena_baby_flops():
+    return arena('baby', 'flops_per_token')
 
 
 # --------------------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ sample_tokens = 2
 def track(tmp_path, data_dir, monkeypatch):
     """A toy track for tiny models, with a pair of sentences, in tmp_path; scripts run in this process.
     -> a list of the scripts that are run, as (script, config or run folder)."""
-    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'parameters', 17e3)
-    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'within', 0.2)
-    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'tokens', 6 * 2 * 32)
+    for key, value in dict(parameters=17e3, within=0.2, window=32, tokens=6 * 2 * 32).items():
+        monkeypatch.setitem(leaderboard.TRACKS['toy'], key, value)
     (tmp_path / 'data' / 'toy_blimp').mkdir(parents=True)
     (tmp_path / 'data' / 'toy_stories').symlink_to(data_dir / 'toy_stories')
     pair = dict(sentence_good='The dog is happy.', sentence_bad='The dog are happy.')
@@ -108,9 +107,11 @@ def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
     track.clear()
     last = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
     assert track == [] and last == go('--table').stdout
-    rows = [line.split() for line in last.splitlines()]
-    assert [row[:4] for row in rows[1:]] == [['equal', 'parameters', name, '2'] for name in ('gpt2', 'mine')]
-    assert last.splitlines()[1].endswith('the dense entry') and 'even, p = 1' in last.splitlines()[2]
+    _, title, head, *rows, _, other, same_head = last.splitlines()
+    assert [title, other] == ['Equal parameters', 'Equal FLOPs per token']       # none is in the other
+    assert head.split() == same_head.split() and head.startswith('entry')
+    assert [row.split()[:2] for row in rows] == [['gpt2', '2'], ['mine', '2']]
+    assert rows[0].endswith('the dense entry') and rows[1].endswith('open, p = 1')
 
     kept = json.loads((tmp_path / 'r/toy/mine_2.json').read_text())
     assert kept['commands'] == ['python train.py toy/mine.py --seed=2 --out_dir=out/arena/toy/mine_2 '
@@ -123,15 +124,16 @@ def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_killed_arena_saves_and_goes_on(track, go, tmp_path, monkeypatch):
-    """SIGTERM to its process reaches train.py, which saves; the same command goes on from there. There are no
-    pairs."""
+    """SIGTERM to its process reaches train.py, which saves; the same command goes on from there."""
     changes = 'n_layer = 4\nn_embd = 96\nmax_iters = 100\nbatch_size = 1\nsave_interval = 1000\n'
     (tmp_path / 'toy/long.py').write_text(TINY + changes)
-    shutil.rmtree(tmp_path / 'data/toy_blimp')
+    rules = dict(parameters=0.65e6, tokens=100 * 32, window=32)
+    leaderboard.TRACKS['toy'].update(rules)              # until `track` ends
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     log = tmp_path / 'out/arena/toy/long_1/log.jsonl'
-    command = [sys.executable, '-m', 'tools.arena', 'toy/long.py', '--seeds=1', '--results=r']
+    code = f"from tools.arena import *; TRACKS['toy'].update({rules}); run_main(main)"
+    command = [sys.executable, '-c', code, 'toy/long.py', '--seeds=1', '--results=r']
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     while process.poll() is None and not (log.exists() and 'grad_norm' in log.read_text()):
         time.sleep(0.02)
@@ -142,8 +144,7 @@ def test_a_killed_arena_saves_and_goes_on(track, go, tmp_path, monkeypatch):
     lines = [json.loads(line) for line in open(log)]
     again, = [line['iter'] for line in lines if 'run' in line][1:]
     assert 0 < again < 100 and lines[-1]['iter'] == 100
-    kept = json.loads((tmp_path / 'r/toy/long_1.json').read_text())
-    assert kept['harness'] is None and kept['babylm2025'] is None
+    assert (tmp_path / 'r/toy/long_1.json').exists()
 
 
 def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
@@ -153,7 +154,7 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     config.write_text('# only a comment\n' + TINY)
     go('mine.py', '--seeds=1')
     config.write_text(TINY.replace('1e-2', '1e-3'))
-    refused = 'r/toy/mine_1.json or out/arena/toy/mine_1 is of another version of the config: delete both'
+    refused = 'the config was another when r/toy/mine_?.json and out/arena/toy/mine_? were made: delete'
     assert refused in go('mine.py', code=2).stderr
     (tmp_path / 'r/toy/mine_1.json').unlink()
     assert refused in go('mine.py', '--seeds=1', code=2).stderr
@@ -161,33 +162,60 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
 
 
 def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
-    """Its results stay, with a line about it; a comment is no change."""
+    """Also that of a file it imports from. Results stay, with a line about it; a comment is no change."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
-    code = tmp_path / 'moep.py'
+    (tmp_path / 'moep.py').write_text('from parts import x\nimport torch\nfrom math import pi\n')
+    code = tmp_path / 'parts.py'
     code.write_text('x = 1\n')
-    go('mine.py', '--seeds=1')
+    go('mine.py', '--seeds=2')
     go('mine.py', '--sweep=learning_rate=1e-3')
     code.write_text('x = 1    # one\n')
-    assert 'other code' not in go('mine.py', '--seeds=1').stdout
+    assert 'code' not in go('mine.py', '--seeds=2').stdout
     code.write_text('x = 2\n')
-    told = 'or out/arena/toy/mine_1 was made with other code: to run the entry again, delete both'
-    assert told in go('mine.py', '--seeds=1').stdout
-    assert 'other code' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
-    assert len(track) == 4
-
-
-def test_another_budget_is_in_no_table(track, go, tmp_path):
-    (tmp_path / 'toy/long.py').write_text(TINY.replace('max_iters = 6', 'max_iters = 7'))
-    text = go('long.py', 'mine.py', '--seeds=1').stdout
-    assert 'long is in neither class, or not within the budget: it is in no table' in text
-    assert [line.split()[2] for line in text.splitlines() if line.startswith('equal')] == ['mine']
+    told = 'the code was another when r/toy/mine_?.json and out/arena/toy/mine_? were made; to run the'
+    assert go('mine.py', '--seeds=2').stdout.count(told) == 1
+    assert 'the code was another' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
+    assert len(track) == 7
+    (tmp_path / 'r/toy/mine_1.json').unlink()            # its run is taken up again, and remembers
+    for _ in range(2):
+        assert told in go('mine.py', '--seeds=1').stdout
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
+    """Nothing was made of it, so it can be corrected under its name."""
     (tmp_path / 'toy/bad.py').write_text(TINY + "aux_weights = dict(nothing=1.0)\n")
     text = go('toy/bad.py', 'toy/mine.py', '--seeds=1', code=2).stderr
     assert 'not finished: bad with seed 1' in text and "names 'nothing'" in text
     assert [path.name for path in tmp_path.glob('r/toy/*')] == ['mine_1.json']
+    (tmp_path / 'toy/bad.py').write_text(TINY)
+    go('toy/bad.py', '--seeds=1')
+
+
+def test_no_minimal_pairs(track, go, tmp_path, monkeypatch):
+    """It is told before the work. Made later, they are scored without training again."""
+    (tmp_path / 'data/toy_blimp').rename(tmp_path / 'data/later')
+    monkeypatch.setitem(leaderboard.TRACKS['toy'], 'pairs', 'pairs')
+    told = 'there is no data/pairs (see prepare.py): nothing will be scored'
+    assert go('mine.py', '--seeds=1').stdout.startswith(told)
+    file = tmp_path / 'r/toy/mine_1.json'
+    kept = json.loads(file.read_text())
+    assert kept['harness'] is None and kept['babylm2025'] is None
+    file.unlink()
+    (tmp_path / 'data/later').rename(tmp_path / 'data/pairs')
+    assert told not in go('mine.py', '--seeds=1').stdout
+    again = json.loads(file.read_text())
+    assert again['harness'] in (0, 100) and again['minutes'] == kept['minutes']
+
+
+def test_where_results_go(track, go, tmp_path, monkeypatch):
+    """Those of the page make it anew, however their folder is spelled; a folder is made for results only."""
+    assert 'r has no results of the track toy' in go('--table', code=2).stderr
+    assert not (tmp_path / 'r').exists()
+    go('mine.py', '--seeds=1')
+    monkeypatch.setattr(arena, 'call', lambda script: track.append(script))
+    monkeypatch.setattr(arena, 'RESULTS', tmp_path / 'r')
+    go('--table')
+    assert track[-1] == 'docs/results/tables.py'
 
 
 def test_stages_are_added_up(track, go, tmp_path):
@@ -215,10 +243,10 @@ def test_stages_are_added_up(track, go, tmp_path):
 def test_a_sweep(track, go, tmp_path):
     """A third of the steps for each value; what is known is not run again; the best comes first."""
     go('mine.py', '--sweep=learning_rate=1e-3,3e-2')
-    text = go('mine.py', '--sweep=learning_rate=3e-2,1e-4').stdout
+    text = go('mine.py', '--sweep=learning-rate=0.03,1e-4,.0001').stdout
     assert track == 3 * [('train.py', 'mine')]
     kept = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())
-    assert [*kept] == [f'learning_rate={rate}' for rate in ('1e-3', '3e-2', '1e-4')]
+    assert [*kept] == [f'learning_rate={rate}' for rate in ('0.001', '0.03', '0.0001')]
     assert all('--max_iters=2 ' in result['commands'][0] for result in kept.values())
     shown = [line.split()[1] for line in text.splitlines()[-3:]]
     assert shown == sorted(kept, key=lambda setting: kept[setting]['loss'])
@@ -226,7 +254,8 @@ def test_a_sweep(track, go, tmp_path):
     config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
     go('mine.py', '--sweep=learning_rate=3e-2')
     config.write_text(TINY.replace('dropout = 0.0', 'dropout = 0.1'))
-    assert 'mine.json or' in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
+    told = 'sweeps/mine.json and out/arena/toy/sweeps/mine_learning_rate=* were made: delete'
+    assert told in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
     assert len(track) == 3
 
 
@@ -244,29 +273,47 @@ def test_a_sweep(track, go, tmp_path):
     (['empty'], 'a config for each stage'),
     (['large.py'], 'toy/large.py has 0.03M parameters and takes 0.21M FLOPs per token; an entry has 0.017M'),
     (['math.py'], 'toy/math.py reads toy_math; the track toy reads toy_stories alone'),
+    (['short.py'], 'toy/short.py reads windows of 16 tokens; the track toy has 32'),
+    (['long.py'], 'toy/long.py reads 0.00M tokens; the track toy has 0.000384M'),
+    (['mine.py', 'other/toy/mine.py'], 'two entries are named mine'),
+    (['only_baby.py'], 'none of these has a config of the track toy'),
     (['wrong.py'], "unknown key 'n_embed'"),
     (['mine.py', '--sweep=learning_rate'], 'a setting and its values'),
     (['mine.py', '--sweep=learnin_rate=1e-3'], "unknown key 'learnin_rate'"),
     (['mine.py', '--seeds=0'], '0 is not between'),
     (['mine.py', '--results=broken'], 'broken/toy/mine_1.json is no result: delete it'),
-    (['--table', '--results=half'], 'half/toy/mine_1.json is no result: delete it')])
+    (['--table', '--results=half'], 'half/toy/mine_1.json is no result: delete it'),
+    (['--table', '--results=nan'], 'nan/toy/mine_1.json is no result: delete it'),
+    (['--table', '--results=baby'], 'baby/baby/mine_1.json is no result: delete it'),
+    (['mine.py', '--out=broken'], 'broken/toy/mine_1/entry.json is broken: delete it'),
+    (['mine.py', '--results=swept', '--sweep=learning_rate=1'], 'sweeps/mine.json is broken: delete it')])
 def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
     (tmp_path / 'toy/empty').mkdir()
     (tmp_path / 'model.py').write_text('import torch\n\nclass Model:\n    pass\n')
     for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
-                           ('wrong', 'n_embd', 'n_embed')):
-        (tmp_path / 'toy' / f'{name}.py').write_text(TINY.replace(old, new))
-    for name, text in dict(broken='{"loss": 1.0', half='{"loss": 1.0}').items():
-        (tmp_path / name / 'toy').mkdir(parents=True)
-        (tmp_path / name / 'toy/mine_1.json').write_text(text)
+                           ('wrong', 'n_embd', 'n_embed'), ('short', '32', '16'),
+                           ('long', 'max_iters = 6', 'max_iters = 7'), ('../only_baby', '', ''),
+                           ('../other/toy/mine', '', '')):
+        path = tmp_path / 'toy' / f'{name}.py'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TINY.replace(old, new))
+    nan = json.dumps(dict.fromkeys(leaderboard.SCORES, math.nan))
+    for name, text in {'broken/toy/mine_1.json': '{"loss": 1.0', 'half/toy/mine_1.json': '{"loss": 1.0}',
+                       'nan/toy/mine_1.json': nan, 'baby/baby/mine_1.json': '',
+                       'swept/toy/sweeps/mine.json': '{', 'broken/toy/mine_1/entry.json': '{',
+                       'broken/toy/mine_1/ckpt.pt': ''}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     assert message in run('tools.arena', *args, cwd=tmp_path, code=2).stderr
     assert track == []
 
 
 def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
     (tmp_path / 'only_baby.py').write_text(TINY)
-    assert 'only_baby is left out: there is no toy/only_baby.py' in go('only_baby.py').stdout
-    assert track == []
+    text = go('only_baby.py', 'mine.py', '--seeds=1').stdout
+    assert 'only_baby is left out: there is no toy/only_baby.py' in text
+    assert track == scripts(('mine', 'mine_1'))
 
 
 def test_a_model_whose_attention_is_not_known(monkeypatch):
@@ -313,20 +360,22 @@ def test_table(tmp_path):
         for seed, value in enumerate(bits, 1):
             kept = base | changes | dict(bits_per_byte=value)
             (tmp_path / f'baby/{name}_{seed}.json').write_text(json.dumps(kept))
-    head, *rows = [row.split(' | ') for row in leaderboard.table('baby', tmp_path)]
-    found = [(row[0], row[1], row[2], row[-4], row[-1]) for row in rows]
+    found = []
+    for key in leaderboard.CLASSES:
+        head, *rows = leaderboard.table('baby', key, tmp_path)
+        found += [(key, row[0], row[1], row[-4], row[-1]) for row in rows]
     p = leaderboard.welch([1.240, 1.241, 1.242], [1.250, 1.251, 1.252])
     q = leaderboard.welch([1.300, 1.301, 1.302], [1.250, 1.251, 1.252])
     r = leaderboard.welch([1.400, 1.405], [1.300, 1.301, 1.302])
     assert p < 0.01 < r
-    same, cost = leaderboard.CLASSES.values()
+    same, cost = leaderboard.CLASSES
     assert found == [
         (same, 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
         (same, 'once', '1', '1.2450', '-'),
         (same, 'strong', '3', '1.2510 ± 0.0010', 'the dense entry'),
         (same, 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
         (cost, 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
-        (cost, 'bad', '2', '1.4025 ± 0.0035', f'even, p = {r:.3g}')]
+        (cost, 'bad', '2', '1.4025 ± 0.0035', f'open, p = {r:.3g}')]
     assert len(head) == len(rows[0]) and rows[-1][-3] == '-'
 
 

@@ -81,6 +81,7 @@ FORWARD = '\n    def forward(self, x_ND):\n'
 DROPOUT = 'self.dropout(self.wte(idx) + self.wpe(position))'
 POST_INIT = '    def __post_init__(self):\n'
 SCATTER = 'gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)'
+TOP_K = '[:, :self.config.top_k]'
 BUFFER = "self.register_buffer('steps', torch.ones(()))"
 FAULTS = {                                               # of moep.py: the row, what is replaced, by what
     'mask': ('causal', 'is_causal=causal', 'is_causal=False'),
@@ -93,6 +94,7 @@ FAULTS = {                                               # of moep.py: the row, 
     'object in config': ('rebuilds', POST_INIT, f"    device: object = torch.device('cpu')\n\n{POST_INIT}"),
     'random weights': ('rebuilds', 'nn.LayerNorm(c.n_embd)\n', 'torch.randn(c.n_embd).mul\n'),
     'gates': ('routes', '        gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)\n', ''),
+    'choices': ('routes', f'best_NE{TOP_K}, order_NE{TOP_K}', 'best_NE, order_NE'),
     'unused parameter': ('gradients', LINEAR, f'{LINEAR}        self.scale = nn.Parameter(torch.ones(3))\n'),
     'number': ('buffers', *counting('self.steps = 1')),
     'tensor': ('buffers', *counting('self.steps = torch.ones(())')),

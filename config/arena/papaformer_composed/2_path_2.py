@@ -11,7 +11,7 @@ n_embd = 192
 n_parallel = 0
 dropout = 0.1
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # a part of the budget of all entries
 epoch_words = 10e6
 epochs = 3
 batch_size = 64

@@ -7,7 +7,7 @@ init_from = ['out/arena/papaformer_composed/1_path_1',
 surgery = 'compose'
 surgery_args = dict(connection='share', dropout=0.1)
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # a part of the budget of all entries
 epoch_words = 10e6
 epochs = 4
 batch_size = 64

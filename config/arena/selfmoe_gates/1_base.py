@@ -12,7 +12,7 @@ ffn_hidden = 1120
 gate = 'none'
 dropout = 0.1
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # a part of the budget of all entries
 epoch_words = 10e6
 epochs = 5
 batch_size = 64

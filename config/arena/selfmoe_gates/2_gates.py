@@ -6,7 +6,7 @@ init_from = 'out/arena/selfmoe_gates/1_base'
 surgery = 'add_gates'
 surgery_args = dict(kind='matrix')
 
-stride = 128                    # the budget and the recipe of all entries, from here on
+stride = 128                    # a part of the budget of all entries
 epoch_words = 10e6
 epochs = 5
 batch_size = 64

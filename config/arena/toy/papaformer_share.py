@@ -11,7 +11,7 @@ path_embd = [48, 48]
 path_head = [2, 2]
 connection = 'share'
 
-max_iters = 976                 # 0.5M tokens; the recipe of all entries, from here on
+max_iters = 976                 # 0.5M tokens, the budget of all entries
 batch_size = 8
 learning_rate = 4e-3            # the best of 2e-3, 4e-3, 8e-3
 min_lr = 2e-4

@@ -14,7 +14,7 @@ top_k = 2
 d_router = 32
 query_block = 32
 
-max_iters = 976                 # 0.5M tokens; the recipe of all entries, from here on
+max_iters = 976                 # 0.5M tokens, the budget of all entries
 batch_size = 8
 learning_rate = 8e-3            # the best of 2e-3, 4e-3, 8e-3, 1.6e-2
 min_lr = 2e-4

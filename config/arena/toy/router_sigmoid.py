@@ -15,7 +15,7 @@ top_k = 2
 dropout = 0.0
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)
 
-max_iters = 976                 # 0.5M tokens; the recipe of all entries, from here on
+max_iters = 976                 # 0.5M tokens, the budget of all entries
 batch_size = 8
 learning_rate = 8e-3            # the best of 2e-3, 4e-3, 8e-3, 1.6e-2
 min_lr = 2e-4

@@ -9,7 +9,7 @@ n_head = 2
 n_embd = 40
 n_parallel = 0
 
-max_iters = 293                 # 0.15M tokens; the recipe of all entries, from here on
+max_iters = 293                 # 0.15M tokens, a part of the budget of all entries
 batch_size = 8
 learning_rate = 8e-3            # the best of 2e-3, 4e-3, 8e-3, 1.6e-2
 min_lr = 2e-4

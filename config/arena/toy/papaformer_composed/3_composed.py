@@ -8,7 +8,7 @@ init_from = ['out/arena/toy/papaformer_composed/1_path_1',
 surgery = 'compose'
 surgery_args = dict(connection='share')
 
-max_iters = 390                 # 0.2M tokens; the recipe of all entries, from here on
+max_iters = 390                 # 0.2M tokens, a part of the budget of all entries
 batch_size = 8
 learning_rate = 8e-3            # the best of 2e-3, 4e-3, 8e-3, 1.6e-2
 min_lr = 2e-4

@@ -9,7 +9,7 @@ n_kv_head = 2
 n_embd = 80
 gate = 'none'
 
-max_iters = 488                 # 0.25M tokens; the recipe of all entries, from here on
+max_iters = 488                 # 0.25M tokens, a part of the budget of all entries
 batch_size = 8
 learning_rate = 8e-3            # the best of 2e-3, 4e-3, 8e-3, 1.6e-2
 min_lr = 2e-4
