@@ -34,10 +34,9 @@ from tqdm import tqdm
 
 import prepare
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main, short,
-                          write_json)
+from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
+                          short, write_json)
 from plumbing.machine import Machine
-from plumbing.tokenizer import load_meta
 
 PUBLISHED = Path(__file__).resolve().parent / 'docs/results/blimp_published.txt'
 
@@ -110,11 +109,12 @@ class Sentences:
     order of their own: no score depends on the order of files, and a pair of identical sentences is
     a tie to the last bit."""
 
-    def __init__(self, paradigms, tokenizer, slots=1, pad=-1, mode='harness'):
-        self.slots = slots                               # of a chunk; a token is one
-        self.pad = pad
+    def __init__(self, paradigms, tokenizer, mode='harness'):
+        slots = len(tokenizer.end)                       # of a chunk; a token is one
+        self.slots = slots
+        self.end = tokenizer.end
+        self.pad = tokenizer.pad
         self.n_vocab = tokenizer.n_vocab
-        self.end = [tokenizer.eot] + [pad] * (slots - 1)
         texts = sorted({text for p in paradigms.values() for text in p.good + p.bad})
         self.number = {text: i for i, text in enumerate(texts)}
         if mode == 'harness':
@@ -123,7 +123,7 @@ class Sentences:
             self.ids = [tokenizer.encode(text) for text in texts]
         self.length = np.array([len(ids) for ids in self.ids])
         # The first token (or chunk) is only read. Padding inside chunks is no target either.
-        self.scored = np.array([len(ids) - slots - ids[slots:].count(pad) for ids in self.ids])
+        self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
         # The model reads all but the last token; but whole chunks, since a chunk's symbols are read
         # while they are predicted.
         chunks = -(-(self.length - 1) // slots)
@@ -148,12 +148,11 @@ def read_sentences(paradigms, args):
         ckpt = read_checkpoint(path)                     # for its context; it is built later
         key = ckpt['tokenizer']
         if key not in found:
-            meta = load_meta(ckpt['folder'])
-            slots, pad = meta.get('slots', 1), meta.get('pad', -1)
-            if meta['tokenizer']['kind'] == 'sentences' and args.mode != 'harness':
+            tokenizer = run_tokenizer(ckpt)
+            if tokenizer.kind == 'sentences' and args.mode != 'harness':
                 raise UserError(f'{path} reads whole sentences, of which --mode {args.mode} does not '
                                 'score the first; take --mode harness')
-            found[key] = Sentences(paradigms, run_tokenizer(ckpt), slots, pad, args.mode)
+            found[key] = Sentences(paradigms, tokenizer, args.mode)
         found[key].context = min(found[key].context, ckpt['config']['block_size'])
     return found
 
@@ -380,15 +379,13 @@ def read_arguments():
     parser.add_argument('--plot', type=Path, metavar='FILE',
                         help='draw the learning curve (needs matplotlib)')
     parser.add_argument('--device', default='auto', help='auto, cuda, mps or cpu')
-    parser.add_argument('--batch_tokens', type=int, default=0,
+    parser.add_argument('--batch_tokens', type=between(0, 2 ** 24), default=0,
                         help='tokens in a batch, padding included; 0: automatic')
     args = parser.parse_args()
     check_writable(args.json)
     check_writable(args.plot)
     if args.plot and args.plot.suffix not in ('.png', '.pdf', '.svg', ''):
         raise UserError(f'--plot {args.plot}: the file can be a .png, .pdf or .svg')
-    if not 0 <= args.batch_tokens <= 2 ** 24:
-        raise UserError(f'--batch_tokens {args.batch_tokens}: at most {2 ** 24} (2**24), or 0: automatic')
     if args.plot and not importlib.util.find_spec('matplotlib'):
         raise UserError('--plot needs matplotlib: pip install matplotlib')
     return args
@@ -407,12 +404,12 @@ def main():
     runs = [score_checkpoint(path, paradigms, by_tokenizer, args) for path in args.runs]
     folders = [run['folder'] for run in runs]
     runs.sort(key=lambda run: (folders.index(run['folder']), run['words'], run['iter']))
+    show(paradigms, runs, skipped, args)
     if args.json:
         about = dict(data=str(args.data), mode=args.mode, device=args.device, skipped=skipped)
         write_json(args.json, dict(about, runs=runs))
     if args.plot:
         plot(runs, args.plot)
-    show(paradigms, runs, skipped, args)
 
 
 if __name__ == '__main__':

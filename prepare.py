@@ -8,7 +8,7 @@ Text -> uint16 token bins and a tokenizer.
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
 front, one after each document), meta.json and the tokenizer's own file. It is written into a hidden
 folder and renamed when whole. Documents go to a temporary file first and are then handled as
-(offset, length) pairs, so memory stays small: 150 bytes per document, about 1 MB of text per
+(offset, length) pairs, so memory stays small: 150 bytes per document, some MB of text per
 worker. CRLF becomes \\n and blank lines around a document go; nothing else is changed.
 """
 
@@ -84,12 +84,12 @@ def read_text(path, split):
     yield ''.join(parts)
 
 
-def read_documents(path, split='auto', fields=('text',)):
+def read_documents(path, split='auto', field='text'):
     stem = re.sub(r'\.(gz|xz|bz2)$', '', path.name.lower())
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
-        documents = read_rows(path, fields)
+        documents = read_rows(path, field.split(','))
     else:
         documents = read_text(path, split)
     return (text.strip('\n') for text in documents if text and not text.isspace())
@@ -155,8 +155,6 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
         not_counted = {split: dict(tokens=0, words=0) for split in spans}
         meta = dict(name=target.name, source=list(source), splits=not_counted, tokenizer=about,
                     settings=dict(settings or {}, seed=seed, val_fraction=val_fraction))
-        if tokenizer.pad >= 0:
-            meta.update(slots=len(tokenizer.end), pad=tokenizer.pad)
         if tokenizer.file:
             (work / tokenizer.file).write_bytes(tokenizer.blob)
         (work / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')    # for the workers
@@ -174,13 +172,12 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
 def spool(documents, path):
     """Write all texts into one file -> {split: [(offset, length), ...]}, its size."""
     spans = {'train': [], 'val': []}
-    offset = 0
     with open(path, 'wb') as file:
         for split, text in documents:
+            offset = file.tell()
             length = file.write(text.encode('utf-8'))
             spans[split].append((offset, length))
-            offset += length
-    return spans, offset
+        return spans, file.tell()
 
 
 def read_spans(folder, spans):
@@ -203,7 +200,16 @@ def parallel(function, folder, tasks, jobs):
         yield from map(function, tasks)
         return
     with multiprocessing.Pool(jobs, start_worker) as pool:
-        yield from pool.imap(function, tasks)
+        workers = multiprocessing.active_children()
+        results = pool.imap(function, tasks)
+        while all(worker.is_alive() for worker in workers):
+            try:
+                yield results.next(timeout=1)
+            except StopIteration:
+                return
+            except multiprocessing.TimeoutError:         # a long task, or one whose worker is gone
+                continue
+    raise UserError('a worker was killed: is the memory full?')
 
 
 def start_worker():
@@ -247,13 +253,13 @@ def encode_batch(folder, spans):
 
 def encode_split(work, split, spans, end, jobs):
     """Write one bin; returns its counts. Words and bytes are those of the raw text."""
-    total = Counter(tokens=len(end), documents=len(spans), words=0, bytes=0)
     whole = sum(size for _, size in spans)
+    total = Counter(tokens=len(end), documents=len(spans), words=0, bytes=whole)
     with open(work / f'{split}.bin', 'wb') as file, \
             tqdm(total=whole, unit='B', unit_scale=True, desc=split, leave=False, disable=None) as bar:
         file.write(np.array(end, dtype=np.uint16).tobytes())
         for ids, words, size in parallel(encode_batch, work, batches(spans, 2 ** 20 // len(end)), jobs):
-            total.update(tokens=file.write(ids) // 2, words=words, bytes=size)
+            total.update(tokens=file.write(ids) // 2, words=words)
             bar.update(size)
     return dict(total)
 
@@ -335,38 +341,33 @@ def read_arguments(argv):
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
     parser.add_argument('--out', default='data', help='where data sets go (default data)')
-    parser.add_argument('--vocab_size', type=between(257, 65536),
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument('--vocab_size', type=between(257, 65536),
                         help='train a BPE of this size (default 16384)')
-    parser.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
+    chosen.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
     form = parser.add_mutually_exclusive_group()
-    form.add_argument('--chunks', action='store_true', help='symbols for the byte-level model')
-    parser.add_argument('--byte_limit', type=between(1, 255), default=12, help='bytes of a chunk (12)')
+    form.add_argument('--chunks', type=between(1, 255), nargs='?', const=12, metavar='N',
+                      help='chunks of up to N bytes (default 12), for the byte-level model')
     form.add_argument('--sentences', type=between(1, 255), nargs='?', const=32, metavar='N',
                       help='sentences of up to N tokens (default 32) as chunks: next thoughts')
     form.add_argument('--pauses', type=between(1, 255), metavar='N', help='N pauses after the first line')
     parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
-    parser.add_argument('--val_fraction', type=float, default=0.01,
+    parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
                         help='where no file is named val, valid or dev (default 0.01)')
     parser.add_argument('--seed', type=int, default=1337)
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
-    if args.what == 'toy':
-        if args.name or args.input:
-            raise UserError('the toy corpora have names and texts of their own: '
-                            'python prepare.py toy [--out FOLDER] [--overwrite]')
-        return args
-    if args.what in NAMED:
+    if args.what == 'toy' and (args.name or args.input):
+        raise UserError('the toy corpora have names and texts of their own: '
+                        'python prepare.py toy [--out FOLDER] [--overwrite]')
+    if args.what != 'text':
         args.name = args.name or args.what
     if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
         raise UserError(f'--name {args.name or "is missing"}: up to 100 letters, digits, _ . - are needed')
     if args.what == 'text' and not args.input:
         raise UserError('--input is missing: files or folders with .txt or .jsonl text')
-    if args.tokenizer and args.vocab_size:
-        raise UserError('--vocab_size trains a tokenizer, --tokenizer names one: give one')
-    if not 0 < args.val_fraction < 1:
-        raise UserError(f'--val_fraction {args.val_fraction}: between 0 and 1, as 0.01')
     return args
 
 
@@ -388,10 +389,9 @@ def main(argv=None):
     tokenizer = choose_tokenizer(known) if known else args.vocab_size or 16384
     split = args.split or preset.get('split', 'auto')
     field = args.field or preset.get('field', 'text')
-    fields = field.split(',')
-    documents = ((role, text) for role, path in files for text in read_documents(path, split, fields))
+    documents = ((role, text) for role, path in files for text in read_documents(path, split, field))
     write_data_set(target, documents, tokenizer, args.val_fraction, args.seed,
-                   args.byte_limit if args.chunks else None, args.sentences, args.pauses,
+                   args.chunks, args.sentences, args.pauses,
                    overwrite=args.overwrite, source=[args.what, *(path.name for _, path in files)],
                    settings=dict(split=split, field=field))
 

@@ -36,7 +36,7 @@ from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
 from plumbing.settings import read_settings
-from plumbing.shard import replicate, scale, whole_tensor
+from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -174,8 +174,9 @@ def main():
     model.to(machine.device)
     slots = getattr(model.config, 'byte_limit', 0) + 1
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
-    it = ckpt['iter'] if ckpt else 0
-    if ckpt:
+    resumed = bool(ckpt)                # it was saved after its step's evaluation
+    it = ckpt['iter'] if resumed else 0
+    if resumed:
         data.load_state(ckpt['data'])
     planned, max_iters = data.plan(it)
     show_plan(model, s, corpus, data, machine, planned, max_iters, ckpt)
@@ -184,14 +185,14 @@ def main():
         return machine.close()
 
     # optimiser, and the rest of the run's state
-    scale(model, s, machine)
+    shard_and_recompute(model, s, machine)
     optimizer = make_optimizer(model, s, machine)
     memories = {}                       # {data set: past keys and values of each micro-batch}
     memory = None                       # of the data set that is read now
     health = torch.zeros((), device=machine.device)
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
     folder.open(corpus, ckpt)
-    if ckpt:
+    if resumed:
         folder.restore(ckpt, model, optimizer, memories)
     folder.log(it, run=describe(model, s, data, machine, max_iters))
     if report:
@@ -200,9 +201,10 @@ def main():
 
     if s.dropout_schedule != 'constant':
         model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
-    pays = machine.cuda and max_iters >= 200             # compiling takes half a minute
-    compiles = s.compile or (s.compile is None and pays)
-    long = max_iters >= 50_000                           # then it pays to compile all as one
+    left = max_iters - it
+    pays = machine.cuda and left >= 200                  # compiling takes half a minute
+    compiles = pays if s.compile is None else s.compile
+    long = left >= 50_000                                # then it pays to compile all as one
     trained = replicate(compile_model(model, whole=long) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
@@ -225,16 +227,13 @@ def main():
 
     def asked_to_stop():
         """Several processes must agree, and do so where they wait for each other anyway."""
-        if machine.world == 1:
-            return bool(caught)
-        if not due(s.log_interval):
+        if machine.world > 1 and not due(s.log_interval):
             return False
-        return machine.sum(torch.tensor(float(len(caught)), device=machine.device)).item() > 0
+        return any(machine.gather(caught))
 
     pending = [words for words in sorted(s.checkpoint_words) if words > data.words]
     hidden = None if machine.rank == 0 else True         # None: hidden unless there is a terminal
     bar = tqdm(total=max_iters, initial=it, smoothing=0, unit='step', disable=hidden)
-    resumed = ckpt is not None                  # a checkpoint is saved after its step's evaluation
     tokens, clock = 0, time.perf_counter()
     while True:
         # evaluate and save, if due
@@ -252,6 +251,7 @@ def main():
             save()
             bar.close()
             machine.say(f'stopped at step {it:,}; go on with the same command and --resume')
+            machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
         # one step

@@ -26,7 +26,7 @@ PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.
              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
              frozen=list[str], token=str)
 TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
-PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int)   # in the data
+PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 ADAPTER = dict(rank=int, alpha=float, dropout=float, only=str | None, also=str | None)
 
 
@@ -62,7 +62,7 @@ def check_parts(ckpt):
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
-        place = dict(seen=ckpt['iter'] * ckpt['rows'], unit=ckpt['rows'])    # older runs have none
+        place = dict(seen=ckpt['iter'] * ckpt['rows'], unit=ckpt['rows'], size=0)    # older runs have none
         ckpt['data'] = {key: fit((place | ckpt['data'])[key], kind) for key, kind in PLACE.items()}
         counts += [ckpt['log_bytes'], ckpt['seconds'], *ckpt['data'].values()]
         counts += [ckpt['rows'] - 1, ckpt['data']['unit'] - 1]           # at least 1
@@ -239,6 +239,8 @@ def check_start(ckpt, s, operate, corpus):
                         f"but this run trains {s.model}.py: add --model={ckpt['model']}")
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
+    if s.overwrite and os.path.realpath(ckpt['folder']) == os.path.realpath(s.out_dir):
+        raise UserError(f'the run starts from {s.out_dir}, which --overwrite deletes: set another --out_dir')
 
 
 def run_surgery(operate, ckpts, s, module, model_keys, corpus):

@@ -23,7 +23,7 @@ class UserError(Exception):
     """The user's mistake. Its text is the one line that is printed."""
 
 
-# Settings that nanoGPT names differently, and what to write here.
+# Settings that nanoGPT names differently (and lr, which it does not have), and what to write here.
 NANOGPT = dict(
     lr='learning_rate', dataset='data', eval_iters='eval_tokens', lr_decay_iters='max_iters',
     decay_lr='schedule (constant for False)', eval_only='max_iters=0', num_samples='num, of sample.py',
@@ -70,6 +70,8 @@ def run_main(main):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='backslashreplace')    # a terminal that knows ASCII only
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half written is cleared away
+    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not nohup's
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))   # the terminal was closed
     try:
         main()
     except UserError as error:
@@ -113,9 +115,12 @@ def check_writable(path):
     if not path:
         return
     is_lost = os.path.islink(path) and not os.path.exists(path)          # a link that leads nowhere
-    if is_lost or os.path.isdir(path) or not Path(path).absolute().parent.is_dir():
+    is_device = os.path.exists(path) and not os.path.isfile(path)
+    folder = os.path.dirname(os.path.realpath(path))
+    may_write = is_device or os.path.isdir(folder) and os.access(folder, os.W_OK)
+    if is_lost or os.path.isdir(path) or not may_write:
         raise UserError(f'{path} cannot be written: it is a folder or a broken link, '
-                        'or its folder does not exist')
+                        'or its folder does not exist or is not yours to write')
 
 
 @contextlib.contextmanager

@@ -47,6 +47,8 @@ def named_sets(s):
     if isinstance(s.data, str) and ',' in s.data:
         several = dict.fromkeys(s.data.split(','), (0.0, 1.0))
         raise UserError(f'several data sets are a dict: --data="{several}"')
+    if isinstance(s.eval_data, str) and ',' in s.eval_data:
+        raise UserError(f'several data sets are a list: --eval_data="{s.eval_data.split(",")}"')
     ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
     if not ranges:
         raise UserError('data names no data set')
@@ -69,16 +71,15 @@ class Corpus:
         self.folders = {name: Path(s.data_dir, str(name)) for name in [*self.ranges, *self.scored]}
         self.metas = {name: load_meta(folder) for name, folder in self.folders.items()}
         first = next(iter(self.ranges))
-        meta = self.metas[first]
         self.folder = self.folders[first]
-        self.hash = meta['tokenizer']['hash']
-        self.slots = meta.get('slots', 1)                # of a chunk; a token is one
-        self.pad = meta.get('pad', -1)                   # never a target
+        self.hash = self.metas[first]['tokenizer']['hash']
         for name, other in self.metas.items():
             if other['tokenizer']['hash'] != self.hash:
                 raise UserError(f'{first} and {name} have different tokenizers; '
                                 f'prepare {name} again with --tokenizer {self.folder}')
         self.tokenizer = load_tokenizer(self.folder)
+        self.slots = len(self.tokenizer.end)             # of a chunk; a token is one
+        self.pad = self.tokenizer.pad                    # never a target
         self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
         self.val = {}
         for name, folder in self.folders.items():
@@ -105,12 +106,10 @@ class Corpus:
 def read_range(corpus, name, low, high):
     """The training tokens of a data set from fraction `low` to `high`, cut at ends of documents."""
     tokens = load_bin(corpus.folders[name], 'train')
-    ends = np.append(np.flatnonzero(tokens == corpus.tokenizer.eot) + corpus.slots, len(tokens))
-    at = {0: 0, 1: len(tokens)}
-    for fraction in (low, high):
-        if fraction not in at:
-            at[fraction] = ends[np.searchsorted(ends, fraction * len(tokens))]
-    return tokens[at[low]:at[high]]
+    ends = np.flatnonzero(tokens == corpus.tokenizer.eot) + corpus.slots
+    cuts = np.concatenate(([0], ends, [len(tokens)]))
+    begin, end = cuts[np.searchsorted(cuts, (low * len(tokens), high * len(tokens)))]
+    return tokens[begin:end]
 
 
 class Data:
@@ -146,6 +145,7 @@ class Data:
             self.sets.append((begin, end, passes, count['words'] / count['tokens']))
             parts.append(tokens)
             begin = end
+        self.size = begin
         self.check_length()
         self.tokens = as_tensor(np.concatenate(parts), machine.device)
         self.epoch = 0
@@ -266,10 +266,14 @@ class Data:
         return n, first - self.sets[n][0] < self.stride
 
     def state(self):
-        return {key: getattr(self, key) for key in ('epoch', 'position', 'words', 'seen', 'unit')}
+        keys = ('epoch', 'position', 'words', 'seen', 'unit', 'size')
+        return {key: getattr(self, key) for key in keys}
 
     def load_state(self, state):
-        self.__dict__.update(state)
+        if state['size'] not in (0, self.size):          # 0: an older run, which did not save it
+            raise UserError(f"the run read a text of {state['size']:,} tokens, but now it has "
+                            f'{self.size:,}: restore it, or start a new run with --init_from')
+        self.__dict__.update(state, size=self.size)
         self.starts = self.order(self.epoch)
 
 

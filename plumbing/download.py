@@ -163,7 +163,7 @@ def new_folder(target, overwrite=False):
             lock(file)
             work.mkdir()
             yield work
-            if target.exists():
+            if overwrite and target.exists():            # else the next line fails, if it exists by now
                 target.rename(f'{work}.old')
             work.rename(target)
     except OSError as error:

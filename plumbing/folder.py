@@ -72,7 +72,7 @@ class RunFolder:
         self.s = s
         self.machine = machine
         self.path = Path(s.out_dir)
-        self.began = time.monotonic()
+        self.began = time.monotonic()                    # or earlier, if the run is resumed
 
     def find(self):
         """The checkpoint that --resume goes on from, or None. No run is overwritten silently."""
@@ -129,13 +129,10 @@ class RunFolder:
 
     def log(self, it, **record):
         if self.machine.rank == 0:
-            line = json.dumps(dict(iter=it, seconds=round(self.seconds(), 3), **record), default=str)
+            seconds = time.monotonic() - self.began
+            line = json.dumps(dict(iter=it, seconds=round(seconds, 3), **record), default=str)
             self.log_file.write(line + '\n')
             self.log_file.flush()
-
-    def seconds(self):
-        """The run has taken so far, including those before it was resumed."""
-        return time.monotonic() - self.began
 
     def remove_orphans(self):
         """Parts that no checkpoint names: older ones, and what a kill or a full disk left."""
@@ -176,7 +173,7 @@ class RunFolder:
                      **split_tree(tensors, sharded=False))
         if optimizer:
             state.update(data=data.state(), ranks=ranks, log_bytes=self.log_file.tell(),
-                         seconds=self.seconds())
+                         seconds=time.monotonic() - self.began)
         try:
             save_file(state, file)
         finally:
@@ -208,7 +205,8 @@ class RunFolder:
                         'try a lower learning_rate')
 
     def restore(self, ckpt, model, optimizer, memory):
-        """Put back what the checkpoint holds besides the weights and the place in the data."""
+        """Put back what the checkpoint holds besides the weights and the place in the data, and empty it:
+        the moments of a large model are in there."""
         machine, s = self.machine, self.s
         try:
             self.began -= ckpt['seconds']
@@ -227,7 +225,7 @@ class RunFolder:
                 machine.set_random_state(ranks[machine.rank]['random'])
             else:                                        # a process that was not there before
                 torch.manual_seed(s.seed + 1 + machine.rank + ckpt['iter'])
-            ckpt.clear()                                 # gives its memory back
+            ckpt.clear()
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):

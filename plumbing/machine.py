@@ -60,11 +60,11 @@ class Machine:
         return x
 
     def wait(self):
-        """Until all processes are here."""
-        self.sum(torch.zeros(1, device=self.device))
+        """Until all processes are here. Without item(), only the GPUs would wait for each other."""
+        self.sum(torch.zeros(1, device=self.device)).item()
 
     def gather(self, item):
-        """Every process's item, in a list, on every process. Small ones: they pass through the GPU."""
+        """Every process's item, in a list, on every process. Small ones: the GPU passes them."""
         items = [item] * self.world
         if self.world > 1:
             dist.all_gather_object(items, item)
@@ -77,9 +77,10 @@ class Machine:
         raise SystemExit(2)
 
     def close(self):
+        """All processes end together: torchrun ends the others when one is stopped, and threads of gloo
+        can kill one that ends early. (wait() could hang: they need Python to free its sum.)"""
         if self.world > 1:
-            if not self.cuda:                            # gloo's threads can kill a process that ends early
-                dist.barrier()
+            dist.barrier()
             dist.destroy_process_group()
 
     def random_state(self):
@@ -98,16 +99,17 @@ def find_device(name):
     if kind == 'auto':
         kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
         kind = 'cuda' if torch.cuda.is_available() else kind
+    if kind not in ('cuda', 'mps', 'cpu'):
+        raise UserError(f"device '{name}' is unknown; it can be auto, cuda, mps or cpu "
+                        '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)')
+    index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
+    device = torch.device(kind, index)
     try:
-        if kind not in ('cuda', 'mps', 'cpu'):
-            raise ValueError
-        index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
-        device = torch.device(kind, index)
         torch.zeros(1, device=device)
-        return device
-    except Exception:
-        raise UserError(f"device '{name}' is not on this machine; it can be auto, cuda, mps or cpu "
-                        '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)') from None
+    except Exception as e:
+        reason = str(e).partition('\n')[0][:100]
+        raise UserError(f'device {device} does not work ({reason}); see --device') from None
+    return device
 
 
 class Replay:

@@ -6,6 +6,7 @@ train.py and in arena/ are ever imported, whatever a config or a checkpoint name
 import difflib
 import importlib
 import inspect
+import itertools
 import traceback
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def import_model(name):
     files |= {f'arena.{p.stem}': p for p in sorted(ROOT.glob('arena/*.py'))}
     names = [each for each, p in files.items() if mark in p.read_text(encoding='utf-8')]
     if name in names:
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except Exception as e:
+            raise UserError(f'{name}: {explain(e)}') from None
     if name in files:
         raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
     raise UserError(f"there is no model file {name}.py; there are: {', '.join(names)}")
@@ -42,22 +46,19 @@ def make_config(module, keys):
 class NoWeights(torch.overrides.TorchFunctionMode):
     """Skip normal_: on the meta device it would load half of torch's compiler."""
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func.__name__ == 'normal_':
             return args[0] if args else kwargs['tensor']
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def sketch(module, keys, adapt=lambda model: model, most=20_000):
     """A model without weights, so its size costs no memory. The number of parameter tensors is capped:
     endless layers would take for ever."""
     config = make_config(module, keys)
-    count = 0
+    count = itertools.count(1)
 
     def register(*_):
-        nonlocal count
-        count += 1
-        if count > most:
+        if next(count) > most:
             raise UserError(f'{module.__name__}: more than {most:,} parameter tensors')
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(register)
     try:
@@ -88,6 +89,17 @@ def explain(error):
     return f'{Path(own[-1].filename).name}:{own[-1].lineno}: {type(error).__name__}: {error}'
 
 
+@torch.no_grad()
+def reads_on(model):
+    """Whether the model has no positions, and reads more than block_size tokens."""
+    device = next(model.parameters()).device
+    try:
+        model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
+    except ValueError:
+        return False
+    return True
+
+
 def find_surgery(surgery, module):
     """A function of one or several models, by its name in the model's own file or, as file.name, in
     another beside train.py. Nothing else is imported."""
@@ -95,13 +107,11 @@ def find_surgery(surgery, module):
     if file.isidentifier() and (ROOT / f'{file}.py').is_file():
         module = importlib.import_module(file)
     home = file or module.__name__
-    own = {}
-    if home == module.__name__:
-        own = {key: f for key, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == home}
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = {key: f for key, f in functions if f.__module__ == home}
     takes = [*inspect.signature(own[name]).parameters][:1] if name in own else []
     if takes and takes[0] in ('model', 'models', 'paths'):
         return own[name]
     near = difflib.get_close_matches(name, own, 1)
     hint = f"; did you mean '{near[0]}'?" if near else ''
-    raise UserError(f"there is no surgery '{surgery}': "
-                    f'{home}.py has no function {name} of a model{hint}')
+    raise UserError(f"there is no surgery '{surgery}': {home}.py has no function {name} of a model{hint}")

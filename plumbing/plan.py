@@ -11,7 +11,7 @@ import torch
 
 from plumbing.cli import UserError, short
 from plumbing.data import tokens_at
-from plumbing.models import explain, sketch
+from plumbing.models import explain, reads_on, sketch
 
 
 def only_counted(module, model_keys, s, machine, reason=None):
@@ -119,13 +119,9 @@ def check_model(model, s, data, machine):
         raise
     except Exception as e:
         raise UserError(f'{s.model} with a seq_len of {data.T}: {explain(e)}') from None
-    if s.memory:                                # cached keys keep the positions they were made with
-        try:
-            with torch.no_grad(), machine.autocast():
-                model(idx.new_zeros(1, model.config.block_size + 1))
-        except ValueError:
-            raise UserError(f'memory needs a model without positions, as moduleformer: '
-                            f'{s.model} cannot read on without end') from None
+    if s.memory and not reads_on(model):        # cached keys keep the positions they were made with
+        raise UserError(f'memory needs a model without positions, as moduleformer: '
+                        f'{s.model} cannot read on without end')
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):

@@ -7,6 +7,7 @@ that field's type.
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
 import operator
@@ -98,7 +99,7 @@ def read_settings(argv, usage=''):
     s = Settings(**given)
     s.out_dir = s.out_dir or f'out/{s.model}'
     check_ranges(s)
-    if s.shard or s.checkpoint_activations:              # hooks and random states: neither is possible
+    if s.shard or s.checkpoint_activations:     # their hooks cannot be compiled, nor recorded as a graph
         s.compile = s.graph = False
     return s, module, model_keys
 
@@ -195,26 +196,20 @@ def compute(op, *numbers):
     return result
 
 
-def parse(text, mode):
-    """ast.parse, with SyntaxError for everything that it cannot read."""
-    try:
-        return ast.parse(text, mode=mode)
-    except (RecursionError, MemoryError):
-        raise SyntaxError('it is nested too deeply') from None
-
-
 def read_config(path):
     """{name: value} of the assignments in a config file."""
     try:
         with open(path, encoding='utf-8') as file:
             text = file.read(2 ** 20)
-        tree = parse(text, 'exec')
+        tree = ast.parse(text)
     except OSError:
         raise UserError(f'there is no config file {path}{config_hint(str(path))}') from None
     except ValueError:                                   # bytes that are no UTF-8, or null bytes
         raise UserError(f'{path} is not a config: it holds no text') from None
     except SyntaxError as e:
         raise UserError(f'{path}:{e.lineno or 1}: {e.msg}') from None
+    except (RecursionError, MemoryError):
+        raise UserError(f'{path}: it is nested too deeply') from None
     values = {}
     for node in tree.body:
         where = f'{path}:{node.lineno}'
@@ -257,7 +252,7 @@ def read_command(argv):
             continue
         key, equals, text = arg[2:].partition('=')
         try:
-            value = evaluate(parse(text.strip(), 'eval').body) if equals else True
+            value = evaluate(ast.parse(text.strip(), mode='eval').body) if equals else True
         except Exception:
             value = text                # not a Python value: a plain string, as data=toy_math
         key = key.replace('-', '_')
@@ -285,10 +280,8 @@ def fit(value, kind):
     if origin in (typing.Union, types.UnionType):
         exact = [k for k in inside if type(value) is (typing.get_origin(k) or k)]
         for option in [*exact, *inside]:
-            try:
+            with contextlib.suppress(TypeError):
                 return fit(value, option)
-            except TypeError:
-                pass
         raise TypeError
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
         each = [k for k in inside if k is not ...] or [typing.Any]
@@ -301,10 +294,8 @@ def fit(value, kind):
         return value
     if origin is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if origin is float and type(value) is int:
-        return float(value)
-    if origin is str and type(value) is int:
-        return str(value)
+    if origin in (float, str) and type(value) is int:
+        return origin(value)
     if isinstance(value, bool) == (origin is bool) and isinstance(value, origin):
         return value
     raise TypeError
@@ -341,7 +332,7 @@ def sort_keys(values, *owners):
 
 def key_hint(key, owners):
     if key in NANOGPT:
-        return f"; nanoGPT's {key} is here {NANOGPT[key]}"
+        return f'; here it is {NANOGPT[key]}'
     for owner in owners:
         if hasattr(owner, key):                          # a class attribute that is no field
             return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'

@@ -18,7 +18,7 @@ from plumbing.cli import UserError
 SLICE = 2048                             # tokens whose logits are in memory at one time
 
 
-def scale(model, s, machine):
+def shard_and_recompute(model, s, machine):
     """Change the model in place, as the settings ask for. Its parameters keep their names."""
     if s.checkpoint_activations:
         for block in blocks(model):

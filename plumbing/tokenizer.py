@@ -266,18 +266,14 @@ def load_meta(folder):
         spec = meta['tokenizer']
         splits = [meta['splits']['train'], meta['splits']['val']]
         kind = spec['kind']
-        slots, pad, number = 1, -1, 1
+        number = 1
         if kind in WRAPPERS:
             number = spec[WRAPPERS[kind][1]]
-            pad = spec['vocab_size'] - 1
-            slots = 1 if kind == 'pauses' else number + 1
             kind = spec['base']
         numbers = [                                      # value, the least it may be, the most
             (spec['vocab_size'], 1, 65536),
             (spec['eot'], 0, spec['vocab_size'] - 1),
             (number, 1, 255),
-            (meta.get('slots', 1), slots, slots),
-            (meta.get('pad', -1), pad, pad),
             *((split[what], 0, 2 ** 48) for split in splits for what in ('tokens', 'words'))]
         right_file = spec['file'] == FILES[kind]         # no other path is ever read or written
         whole = right_file and isinstance(spec['hash'], str) and all(is_number(*row) for row in numbers)
@@ -323,7 +319,7 @@ def load_tokenizer(folder):
     tokenizer = build_tokenizer(spec.get('base', kind), read_small(path))
     if kind in WRAPPERS:
         tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
-    if tokenizer.hash != spec['hash']:
+    if (tokenizer.hash, tokenizer.n_vocab) != (spec['hash'], spec['vocab_size']):
         raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
     return tokenizer
 
@@ -386,12 +382,9 @@ def train_bpe(counts, vocab_size):
 
 def merge(ids, a, b, new):
     out = []
-    i = 0
-    while i < len(ids):
-        if ids[i] == a and ids[i + 1:i + 2] == [b]:
-            out.append(new)
-            i += 2
+    for i in ids:
+        if i == b and out[-1:] == [a]:
+            out[-1] = new
         else:
-            out.append(ids[i])
-            i += 1
+            out.append(i)
     return out

@@ -87,8 +87,8 @@ def fork():
     with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
         forkserver.ensure_running()
 
-    def fork(*args, output=os.devnull, **env):
-        process = FORKS.Process(target=train_in_fork, args=(list(map(str, args)), output, env))
+    def fork(*args, output=os.devnull, target=train_in_fork, **env):
+        process = FORKS.Process(target=target, args=(list(map(str, args)), output, env))
         process.start()
         return process
     return fork
@@ -190,10 +190,9 @@ def compile_model():
 def documents(folder, split):
     """The texts of a bin, cut at end-of-text."""
     from plumbing.data import load_bin
-    from plumbing.tokenizer import load_meta, load_tokenizer
+    from plumbing.tokenizer import load_tokenizer
     tokenizer = load_tokenizer(folder)
-    pad = load_meta(folder).get('pad')
-    ids = [i for i in load_bin(folder, split).tolist() if i != pad]
+    ids = [i for i in load_bin(folder, split).tolist() if i != tokenizer.pad]
     assert ids[0] == ids[-1] == tokenizer.eot
     texts = []
     text = []

@@ -125,7 +125,7 @@ def make_stock(stock):
     same = '--tokenizer=data/toy_stories'
     must(stock, *text, 'raw/stories.jsonl', '--name=toy_stories', '--vocab_size=300')
     must(stock, *text, 'raw/problems.jsonl', '--name=toy_math', same, '--field=question,generated_solution')
-    must(stock, *text, 'raw/stories.jsonl', '--name=toy_bytes', same, '--chunks', '--byte_limit=4')
+    must(stock, *text, 'raw/stories.jsonl', '--name=toy_bytes', same, '--chunks=4')
     (stock / 'data/toy_lingo').mkdir()                   # nobody reads it, but nobody makes it either
     (stock / 'config').mkdir()
     for name, keys in CONFIGS.items():
@@ -569,7 +569,7 @@ def bad_text(rng, folder, command, model):
     case = Case(command, ['text', '--name=mine', '--input', f'raw/{path.name}', 'raw/book.txt'])
     case.about = f'{what} in {path.name}'
     case.args.append(rng.choice(['--vocab_size=300', '--tokenizer=bytes', '--tokenizer=data/toy_stories']))
-    case.args += rng.choice([[], [], ['--chunks', '--byte_limit=4'], ['--split=blank'], ['--split=row'],
+    case.args += rng.choice([[], [], ['--chunks=4'], ['--split=blank'], ['--split=row'],
                              ['--split=passage'], ['--split=file'], ['--split=eot']])
     chance = rng.random()
     if chance < 0.1:

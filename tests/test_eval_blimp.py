@@ -23,12 +23,12 @@ from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_se
 from moep import MoEP, MoEPConfig
 from plumbing.checkpoint import load_checkpoint
 from plumbing.cli import UserError
-from plumbing.tokenizer import copy_tokenizer, load_meta, load_tokenizer
+from plumbing.tokenizer import copy_tokenizer, load_tokenizer
 
 EOT = 256
-BYTES = SimpleNamespace(encode=lambda text: list(text.encode()), eot=EOT, n_vocab=257)
+BYTES = SimpleNamespace(encode=lambda text: list(text.encode()), eot=EOT, n_vocab=257, end=[EOT], pad=-1)
 CHUNKS = SimpleNamespace(encode=lambda text: [i for b in text.encode() for i in (b, 256, 258, 258)],
-                         eot=257, n_vocab=259)
+                         eot=257, n_vocab=259, end=[257, 258, 258, 258], pad=258)
 TINY = dict(vocab_size=257, block_size=64, n_layer=2, n_head=2, n_embd=16, n_head_parallel=1,
             n_embd_parallel=16, n_block=2, n_expert=2, top_k=1, dropout=0.1)
 WORDS = 'the a cat dog man woman sees see likes like himself herself that who never ever'.split()
@@ -52,10 +52,10 @@ def random_pairs(n, seed=0):
     return [(sentence(), sentence()) for _ in range(n)]
 
 
-def score_texts(model, texts, tokenizer=BYTES, slots=1, pad=-1, mode='harness', budget=512):
+def score_texts(model, texts, tokenizer=BYTES, mode='harness', budget=512):
     """{text: score}, as the tool finds it."""
     paradigms = {'p': eval_blimp.Paradigm(None, None, [('f', 1)], list(texts), list(texts))}
-    sentences = Sentences(paradigms, tokenizer, slots, pad, mode)
+    sentences = Sentences(paradigms, tokenizer, mode)
     scores = score_sentences(model, sentences, budget)
     return {text: float(scores[sentences.number[text]]) for text in texts}
 
@@ -147,7 +147,7 @@ def test_chunk_scores_by_hand():
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     for mode, scored in (('harness', 3 * 2), ('babylm2025', 2)):     # ' ab' is three chunks, 'ab' two
-        scores = score_texts(model, ['ab'], CHUNKS, 4, 258, mode)
+        scores = score_texts(model, ['ab'], CHUNKS, mode)
         assert scores['ab'] == pytest.approx(-scored * math.log(259), abs=1e-4)
 
 
@@ -203,14 +203,14 @@ def test_a_pair_fits_or_is_told_or_left_out(tmp_path, capsys, mode, longest):
 # ---- Batches ------------------------------------------------------------------------------------
 
 
-def one_by_one(model, text, mode, tokenizer=BYTES, slots=1, pad=-1):
+def one_by_one(model, text, mode, tokenizer=BYTES):
     """The plain way: one sentence, no padding, logits' own log-probabilities."""
-    end = [tokenizer.eot] + [pad] * (slots - 1)
+    end = tokenizer.end
     ids = end + tokenizer.encode(' ' + text) if mode == 'harness' else tokenizer.encode(text)
     x = torch.tensor([ids])
     y = torch.tensor([ids[1:] + [-1]])
-    y[:, :slots - 1] = -1
-    y[y == pad] = -1
+    y[:, :len(end) - 1] = -1
+    y[y == tokenizer.pad] = -1
     with torch.no_grad():
         return -model(x, y, reduction='none')[1].sum().item()
 
@@ -220,12 +220,12 @@ def one_by_one(model, text, mode, tokenizer=BYTES, slots=1, pad=-1):
 @pytest.mark.parametrize('form', ['moep', 'gpt2', 'chunks'])
 def test_batched_equals_one_by_one(form, mode):
     texts = sorted({s for pair in random_pairs(30) for s in pair})
-    kind = (CHUNKS, 4, 258) if form == 'chunks' else (BYTES, 1, -1)
+    tokenizer = CHUNKS if form == 'chunks' else BYTES
     model = ChunkModel(4) if form == 'chunks' else tiny_moep(form)
-    expected = {text: one_by_one(model, text, mode, *kind) for text in texts}
+    expected = {text: one_by_one(model, text, mode, tokenizer) for text in texts}
     assert len({round(v, 3) for v in expected.values()}) > 30
     for budget in (1, 300, 100_000):
-        assert score_texts(model, texts, *kind, mode, budget) == pytest.approx(expected, abs=1e-4)
+        assert score_texts(model, texts, tokenizer, mode, budget) == pytest.approx(expected, abs=1e-4)
 
 
 SAME = {'moduleformer_joint', 'moduleformer_math'}       # as moduleformer_lifelong and moduleformer
@@ -238,13 +238,12 @@ def test_batched_equals_one_by_one_for_every_config(smoke, data_dir, config):
     modes."""
     folder = smoke(f'config/{config}.py')
     model, _ = load_checkpoint(folder)
-    meta = load_meta(folder)
+    tokenizer = load_tokenizer(folder)
     toy = read_pairs(data_dir / 'toy_blimp').values()
     pairs = [text for paradigm in toy for text in (paradigm.good[0], paradigm.bad[0])]
-    kind = load_tokenizer(folder), meta.get('slots', 1), meta.get('pad', -1)
     for mode in ('harness', 'babylm2025'):
-        expected = {text: one_by_one(model, text, mode, *kind) for text in pairs}
-        assert score_texts(model, pairs, *kind, mode, 4096) == pytest.approx(expected, abs=1e-4)
+        expected = {text: one_by_one(model, text, mode, tokenizer) for text in pairs}
+        assert score_texts(model, pairs, tokenizer, mode, 4096) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -379,15 +378,13 @@ def test_mode_and_groups_reach_the_file(call, runs, tmp_path):
 def test_the_byte_level_tokenizer_gives_whole_chunks(tmp_path):
     (tmp_path / 'text.txt').write_text(TEXT)
     prepare.main(['text', '--name', 'set', '--input', str(tmp_path / 'text.txt'), '--tokenizer', 'bytes',
-                  '--chunks', '--byte_limit', '3', '--out', str(tmp_path)])
+                  '--chunks', '3', '--out', str(tmp_path)])
     tokenizer = load_tokenizer(tmp_path / 'set')
-    meta = load_meta(tmp_path / 'set')
-    assert (meta['slots'], meta['pad']) == (4, 258)
+    assert (tokenizer.end, tokenizer.pad) == (CHUNKS.end, CHUNKS.pad)
     assert tokenizer.encode('ab') == CHUNKS.encode('ab')
     model = ChunkModel(4)
-    kind = tokenizer, meta['slots'], meta['pad']
-    for text, found in score_texts(model, ['The cat', 'a', 'The dogs see'], *kind).items():
-        assert found == pytest.approx(one_by_one(model, text, 'harness', *kind), abs=1e-4)
+    for text, found in score_texts(model, ['The cat', 'a', 'The dogs see'], tokenizer).items():
+        assert found == pytest.approx(one_by_one(model, text, 'harness', tokenizer), abs=1e-4)
 
 
 def test_a_pair_too_long_for_one_model_is_left_out_for_all(call, runs, tmp_path):
@@ -479,14 +476,24 @@ def test_other_mistakes(call, runs, tmp_path):
             ((runs / 'moep', runs / 'moep' / 'ckpt_9.pt', '--data', data), 'there is no checkpoint'),
             ((runs / 'moep', '--data', tmp_path / 'none'), 'there is no folder'),
             ((runs / 'moep', '--data', data), 'p.jsonl:1 .*block_size is 64'),
-            ((runs / 'moep', '--data', data, '--batch_tokens', 2 ** 24 + 1), 'at most 16777216'),
-            ((runs / 'moep', '--data', data, '--batch_tokens', -1), 'at most 16777216'),
+            ((runs / 'moep', '--data', data, '--batch_tokens', 2 ** 24 + 1), 'not between 0 and 16,777,216'),
+            ((runs / 'moep', '--data', data, '--batch_tokens', -1), 'not between 0 and 16,777,216'),
             ((runs / 'moep', '--data', data, '--mode', 'other'), 'invalid choice'),
             ((runs / 'moep', '--data', data, '--device', 'abacus'), "device 'abacus'"),
             ((runs / 'moep', '--data', data, '--json', tmp_path / 'no' / 'x.json'), 'cannot be written'),
             ((runs / 'moep', '--data', data, '--plot', tmp_path / 'x.docx'), 'png')):
         with pytest.raises(UserError, match=message):
             call(*args)
+
+
+def test_the_table_is_printed_before_a_file_is_written(call, runs, tmp_path, monkeypatch, capsys):
+    def write_json(path, value):
+        raise OSError('the disk is full')
+    monkeypatch.setattr(eval_blimp, 'write_json', write_json)
+    data = write_pairs(tmp_path / 'd', {'p': [('a', 'b')]})
+    with pytest.raises(OSError):
+        call(runs / 'moep', '--data', data, '--json', tmp_path / 'x.json')
+    assert 'overall' in capsys.readouterr().out
 
 
 def test_the_wrong_tokenizer_and_nan_are_noticed(call, runs, tmp_path):

@@ -65,7 +65,7 @@ def test_recomputed_and_sharded_steps_are_plain_steps(name):
     machine = Machine('cuda')
     s = settings.Settings(checkpoint_activations=True)
     plain, _, _ = steps(MODELS[name], 6, machine, wanted=False)
-    change = lambda model: shard.scale(model, s, machine) or model
+    change = lambda model: shard.shard_and_recompute(model, s, machine) or model
     recomputed, _, _ = steps(MODELS[name], 6, machine, change, wanted=False)
     assert recomputed == pytest.approx(plain, rel=1e-2)
     dist.init_process_group('nccl', store=dist.HashStore(), rank=0, world_size=1)
@@ -86,7 +86,7 @@ def test_recomputed_dropout_is_the_same(name):
     torch.manual_seed(0)
     plain = type(MODELS[name])(config).to(machine.device)
     changed = copy.deepcopy(plain)
-    shard.scale(changed, settings.Settings(checkpoint_activations=True), machine)
+    shard.shard_and_recompute(changed, settings.Settings(checkpoint_activations=True), machine)
     x = torch.randint(100, (4, 32), device=machine.device)
     found = []
     for model in (plain, changed):

@@ -25,7 +25,7 @@ from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer, ranks_blob,
                                 train_bpe)
 from plumbing.wiki import clean
-from prepare import find_files, read_documents, write_data_set
+from prepare import find_files, parallel, read_documents, write_data_set
 
 
 @pytest.fixture
@@ -113,6 +113,27 @@ def test_workers_and_start_methods_give_the_same_bytes(tmp_path):
             assert (tmp_path / method / file).read_bytes() == (tmp_path / 'one' / file).read_bytes()
 
 
+def kill_one(folder, task):
+    if task == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_was_killed(tmp_path):
+    """As the kernel does where the memory is full. A pool would wait for its result for ever."""
+    with pytest.raises(UserError, match='a worker was killed'):
+        list(parallel(kill_one, tmp_path, range(9), jobs=2))
+
+
+def test_a_data_set_that_appeared_meanwhile(tmp_path):
+    target = tmp_path / 'd'
+    with pytest.raises(UserError, match='could not be written'):
+        with new_folder(target) as slow:
+            (slow / 'meta.json').write_text('slow')
+            with new_folder(target) as quick:
+                (quick / 'meta.json').write_text('quick')
+    assert (target / 'meta.json').read_text() == 'quick' and os.listdir(tmp_path) == ['d']
+
+
 def test_broken_data_sets(tmp_path):
     target = tmp_path / 'd'
     write_data_set(target, as_train(words_corpus()), 300)
@@ -184,7 +205,7 @@ def test_jsonl(tmp_path):
     lines = [json.dumps(r, ensure_ascii=False) for r in rows]
     path.write_text('\n\n'.join(lines) + '\r\n', encoding='utf-8')
     assert read(path) == ['a\u2028b\x85c', 'é🙂']
-    assert read(path, 'auto', ['more', 'text']) == ['x\na\u2028b\x85c', 'y\né🙂']
+    assert read(path, 'auto', 'more,text') == ['x\na\u2028b\x85c', 'y\né🙂']
 
 
 def test_compressed_and_folders(tmp_path, capsys):
@@ -289,13 +310,14 @@ def test_text_command(prepare, tmp_path):
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000
     for name, options in [('again', ['--tokenizer', 'data/mine']), ('bytes', ['--tokenizer', 'bytes']),
-                          ('chunks', ['--tokenizer', 'data/mine', '--chunks', '--byte_limit', 5]),
+                          ('chunks', ['--tokenizer', 'data/mine', '--chunks', 5]),
                           ('pauses', ['--tokenizer', 'data/mine', '--pauses', 3]),
                           ('sentences', ['--tokenizer', 'data/mine', '--sentences'])]:
         prepare('text', '--name', name, *files, *options)
         assert documents(tmp_path / 'data' / name, 'train') == documents(mine, 'train')
     assert load_tokenizer(tmp_path / 'data/again').hash == load_tokenizer(mine).hash
-    assert load_meta(tmp_path / 'data/sentences')['slots'] == 33
+    limits = [load_tokenizer(tmp_path / 'data' / name).extra for name in ('chunks', 'sentences')]
+    assert limits[0]['byte_limit'] == 5 and limits[1]['token_limit'] == 32
     prepare('text', '--name', 'mine', '--input', 'val.txt', '--tokenizer', 'bytes', '--overwrite')
     assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
     names = ['again', 'bytes', 'chunks', 'mine', 'pauses', 'sentences']
@@ -351,15 +373,15 @@ ERRORS = [  # files, arguments, what the line must say
     ({'a.txt': b'one document'}, ['--input', 'a.txt'], 'one document.*cannot be cut.*--split'),
     (AB, ['--input', 'a.txt', '--vocab_size', '70000'], '65,536'),
     (AB, ['--input', 'a.txt', '--vocab_size', '100'], '257'),
-    (AB, ['--input', 'a.txt', '--vocab_size', '300', '--tokenizer', 'bytes'], 'give one'),
+    (AB, ['--input', 'a.txt', '--vocab_size', '300', '--tokenizer', 'bytes'], 'not allowed with'),
     (AB, ['--input', 'a.txt', '--tokenizer', 'nothing'], '--tokenizer nothing'),
     ({**AB, 'r.tiktoken': b'IQ== 0\n'}, ['--input', 'a.txt', '--tokenizer', 'r.tiktoken'], 'broken ranks'),
     ({**AB, 't.json': b'{}'}, ['--input', 'a.txt', '--tokenizer', 't.json'], 'tokenizer.json'),
     ({**AB, 'data/mine/notes.md': b'x'}, ['--input', 'a.txt', '--overwrite'], 'more than a data set'),
     ({**AB, 'data/mine/meta.json': b'{}'}, ['--input', 'a.txt'], 'exists already.*--overwrite'),
     ({'data/mine/a.jsonl': b'{"text": "x"}'}, ['--input', 'data/mine', '--overwrite'], 'input lies in'),
-    (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '0'], '--byte_limit'),
-    (AB, ['--input', 'a.txt', '--chunks', '--byte_limit', '1000000000'], 'between 1 and 255'),
+    (AB, ['--input', 'a.txt', '--chunks', '0'], '--chunks: 0 is not between 1 and 255'),
+    (AB, ['--input', 'a.txt', '--byte_limit', '5'], 'unrecognized arguments: --byte_limit'),
     (AB, ['--input', 'a.txt', '--sentences', '0'], '--sentences: 0 is not between 1 and 255'),
     (AB, ['--input', 'a.txt', '--pauses', '256'], '--pauses: 256 is not between 1 and 255'),
     (AB, ['--input', 'a.txt', '--pauses'], '--pauses'),

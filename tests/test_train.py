@@ -18,10 +18,12 @@ import pytest
 import torch
 
 import moep
+import plumbing.folder
 import train
-from conftest import ROOT
+from conftest import ROOT, train_in_fork
 from moep import MoEP, MoEPConfig
 from plumbing.checkpoint import load_checkpoint, read_checkpoint
+from plumbing.cli import UserError
 from plumbing.data import Corpus, Data
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine
@@ -447,6 +449,19 @@ def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
     assert 'the loss, its gradient or a weight is not finite at step 1' in told
 
 
+def test_compiling_goes_by_the_steps_that_are_left(tiny, monkeypatch):
+    asked = []
+
+    def compile_model(model, whole):
+        asked.append(whole)
+        raise UserError('enough')
+    tiny('--max_iters=2')
+    monkeypatch.setattr(train, 'compile_model', compile_model)
+    for steps in (50_001, 50_002):
+        tiny('--compile', '--resume', f'--max_iters={steps}', code=2)
+    assert asked == [False, True]
+
+
 def test_finished_runs_are_not_lost(tiny, tmp_path):
     out = tmp_path / 'run'
     tiny('--max_iters=3')
@@ -471,6 +486,40 @@ def test_finished_runs_are_not_lost(tiny, tmp_path):
 # ---- Processes ----------------------------------------------------------------------------------
 
 
+def two_processes():
+    """The environment that torchrun gives both."""
+    with socket.create_server(('localhost', 0)) as free:
+        port = str(free.getsockname()[1])
+    return dict(MASTER_ADDR='localhost', MASTER_PORT=port, WORLD_SIZE='2')
+
+
+def train_and_save_slowly(*given):
+    save = plumbing.folder.save_file
+
+    def slow(*args):
+        time.sleep(1)
+        save(*args)
+    plumbing.folder.save_file = slow
+    train_in_fork(*given)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together(tiny_fork, tmp_path):
+    """torchrun ends all processes as soon as one has ended: none may while the first still saves."""
+    env = two_processes()
+    ranks = [tiny_fork('--max_iters=100000', '--save_interval=100000', '--eval_interval=100000', **env,
+                       RANK=str(rank), target=train_and_save_slowly) for rank in (0, 1)]
+    log = tmp_path / 'run/log.jsonl'
+    while not log.exists() or log.read_bytes().count(b'"loss"') < 5:
+        assert all(process.is_alive() for process in ranks)
+        time.sleep(0.01)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    ranks[1].join(60)
+    assert read_checkpoint(tmp_path / 'run')['iter'] >= 4
+    ranks[0].join(60)
+    assert [process.exitcode for process in ranks] == [128 + signal.SIGTERM] * 2
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tiny, tiny_fork, tmp_path):
     common = ['--max_iters=20', '--dropout=0.0', '--top_k=2',
@@ -478,10 +527,7 @@ def test_two_processes_equal_one(tiny, tiny_fork, tmp_path):
     tiny(*common, '--gradient_accumulation_steps=4', out='one')
 
     def two(*args, out='two'):
-        """With the environment that torchrun gives them."""
-        with socket.create_server(('localhost', 0)) as free:
-            port = str(free.getsockname()[1])
-        env = dict(MASTER_ADDR='localhost', MASTER_PORT=port, WORLD_SIZE='2')
+        env = two_processes()
         outputs = [tmp_path / f'output_{rank}' for rank in (0, 1)]
         ranks = [tiny_fork(*common, '--gradient_accumulation_steps=2', *args, out=out, output=output, **env,
                            RANK=str(rank)) for rank, output in enumerate(outputs)]
@@ -630,6 +676,8 @@ def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
             ([f'--init_from=["{base}"]', '--surgery=my_surgery.freeze'], 'init_from is a list')]:
         assert message in start(f'--init_from={base}', *args, code=2, out='bad').stderr
     assert 'init_from' in start('--surgery=my_surgery.widen', code=2, out='bad').stderr
+    told = start(f'--init_from={base}', '--overwrite', code=2, out='base').stderr
+    assert 'which --overwrite deletes' in told and (base / 'ckpt.pt').exists()
 
 
 # ---- Mistakes -----------------------------------------------------------------------------------
@@ -655,6 +703,7 @@ def one_line(done):
      ['python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json']),
     (['--data=simplewiki_chunks'], ['python prepare.py simplewiki --name simplewiki_chunks --chunks']),
     (['--data=toy_stories,toy_math'], ["--data=\"{'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}\""]),
+    (['--eval_data=toy_math,toy_lingo'], ["--eval_data=\"['toy_math', 'toy_lingo']\""]),
     (['--data=my_book'], ['python prepare.py text --name my_book']),
     (['--vocab_size=100'], ['vocab_size', '100']),
     (['--model=nothing'], ['nothing.py', 'moep']),

@@ -14,6 +14,7 @@ time: `kept` is the share of drafted tokens that end up in the text.
 import time
 from collections import Counter
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -116,6 +117,8 @@ def main():
     folder = args.data or data_folder(ckpt)
     tokens = as_tensor(load_bin(folder, 'val'), machine.device)
     tokenizer = load_tokenizer(folder)
+    if tokenizer.hash != ckpt['tokenizer']:
+        raise UserError(f'{folder} has another tokenizer than {args.run}')
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     T = model.config.block_size
     windows = lambda: val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
@@ -141,8 +144,9 @@ def main():
         print(f"exit after {n:3} layers  loss {found['loss']:.4f}, "
               f"{found['bits_per_byte']:.4f} bits per byte")
 
-    length = min(32, max(1, T // 2))
-    starts = torch.linspace(0, len(tokens) - length, args.prompts, device=machine.device).long()
+    length = min(32, max(1, T // 2), len(tokens))
+    starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
+    starts = torch.from_numpy(starts).to(machine.device)
     prompts = tokens_at(tokens, starts[:, None] + torch.arange(length, device=machine.device))
     drafts = []
     plain = None

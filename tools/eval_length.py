@@ -6,8 +6,8 @@ How far does a model see, and what happens beyond the length it was trained at? 
     python -m tools.eval_length out/moduleformer --data data/toy_math --json length.json
     python -m tools.eval_length out/mf_memory --memory 128     # segment by segment, with memory
 
-Windows start every --stride tokens of val.bin; the loss of the token at position t of a window,
-given the t before it, is averaged over all windows. If a model uses its context well, its loss falls
+Windows start every --stride tokens of val.bin. The loss at position t, averaged over all windows, is
+that of the token which follows the first t + 1 of a window. If a model uses its context well, its loss falls
 with position; if it extrapolates, the loss goes on falling beyond the trained length. A model with a
 table of positions (moep.py) cannot read longer windows.
 
@@ -24,7 +24,8 @@ from plumbing.checkpoint import build_model, data_folder, read_checkpoint
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
-from plumbing.tokenizer import load_meta
+from plumbing.models import reads_on
+from plumbing.tokenizer import load_tokenizer
 
 
 @torch.no_grad()
@@ -57,14 +58,11 @@ def load_longer(run, ckpt, length, device):
     return model.to(device).eval()
 
 
-@torch.no_grad()
 def load_endless(run, ckpt, device):
     """The model as it was trained, if it has no positions: cached keys would keep theirs."""
     model = build_model(ckpt).to(device).eval()
-    try:
-        model(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
-    except ValueError:
-        raise UserError(f'{run} has positions; --memory needs a model without, as moduleformer') from None
+    if not reads_on(model):
+        raise UserError(f'{run} has positions; --memory needs a model without, as moduleformer')
     return model
 
 
@@ -95,16 +93,16 @@ def main():
     trained = [ckpt['settings']['seq_len'] or ckpt['config']['block_size'] for ckpt in ckpts]
     length = 4 * trained[0] if args.length is None else args.length
     folder = Path(args.data or data_folder(ckpts[0]))
-    meta = load_meta(folder)
+    tokenizer = load_tokenizer(folder)
     tokens = as_tensor(load_bin(folder, 'val'), machine.device)
-    if 'pad' in meta:
+    if tokenizer.pad >= 0:
         raise UserError('eval_length reads models of plain tokens, not of chunks, sentences or pauses')
     if len(tokens) <= length:
         raise UserError(f'{folder}/val.bin has {len(tokens):,} tokens: '
                         f'too few for windows of {length:,}')
     losses = []
     for run, ckpt, T in zip(args.runs, ckpts, trained):
-        if ckpt['tokenizer'] != meta['tokenizer']['hash']:
+        if ckpt['tokenizer'] != tokenizer.hash:
             raise UserError(f'{run} was trained with another tokenizer than {folder} has')
         if args.memory is None:
             model = load_longer(run, ckpt, length, machine.device)
@@ -115,7 +113,9 @@ def main():
         losses.append(loss_by_position(model, tokens, length, args.stride, args.batch_size, machine,
                                        **segments))
 
-    names = [Path(run).with_suffix('').name for run in args.runs]
+    names = [Path(run.removesuffix('.pt')).name for run in args.runs]
+    if len({*names}) < len(names):
+        names = args.runs
     width = max(8, *map(len, names)) + 2
     windows = len(range(0, len(tokens) - length, args.stride))
     print(f'{folder}: {windows:,} windows of {length:,} tokens; mean loss by position')

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main,
+from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
                           write_json)
 from plumbing.data import load_bin
 from plumbing.machine import Machine
@@ -141,8 +141,8 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
             fitting.append((question, solution))
             prompts.append(prompt)
     if not fitting:
-        raise UserError(f'no problem leaves {max_new_tokens} tokens of the context of '
-                        f'{model.config.block_size}; lower --max_new_tokens')
+        raise UserError(f'no problem with a number in its solution leaves {max_new_tokens} tokens of the '
+                        f'context of {model.config.block_size}; lower --max_new_tokens')
     answers = Counter()
     examples = []
     texts = complete(model, prompts, tokenizer.eot, max_new_tokens, batch_size, device)
@@ -166,17 +166,16 @@ def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
     parser.add_argument('--data', help="a data set or a .jsonl file; the run's own data if not given")
-    parser.add_argument('--num', type=int, help='only the first so many problems; all if not given')
-    parser.add_argument('--max_new_tokens', type=int, default=64,
+    parser.add_argument('--num', type=between(1, 10 ** 9),
+                        help='only the first so many problems; all if not given')
+    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
                         help='longest solution; for models of chunks, in symbols')
-    parser.add_argument('--batch_size', type=int, default=128)
-    parser.add_argument('--show', type=int, default=0, metavar='N',
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128)
+    parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
                         help='print the first N problems and what was written')
     parser.add_argument('--json', help='write the result and every continuation there')
     parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
     args = parser.parse_args()
-    if args.max_new_tokens < 1 or args.batch_size < 1 or (args.num is not None and args.num < 1):
-        raise UserError('num, max_new_tokens and batch_size must be at least 1')
     check_writable(args.json)
     return args
 

@@ -20,7 +20,7 @@ import torch
 from lora import merge_lora
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
-from plumbing.models import ROOT, import_model
+from plumbing.models import ROOT, import_model, reads_on
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
 
 # What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
@@ -72,6 +72,9 @@ def export(path, folder):
     from safetensors.torch import save
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
+    if '.' in ckpt['model']:
+        raise UserError(f"{path} is a model of {ckpt['model']}, whose file needs others beside it; "
+                        'models of arena/ are not exported')
     if tokenizer.pad >= 0:
         kind = 'chunks of bytes' if tokenizer.kind == 'chunks' else tokenizer.kind
         raise UserError(f'{path} reads {kind}; no tokenizer of transformers makes them')
@@ -119,24 +122,15 @@ def hf_config(model, ckpt):
     with torch.no_grad():
         states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
     home = 'modeling_nanopaths.Nanopaths'
+    limit = None if reads_on(model) else model.config.block_size
     return dict(
         model_type='nanopaths', architectures=['NanopathsForCausalLM'],
         auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
                       AutoModelForCausalLM=f'{home}ForCausalLM'),
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
-        context_limit=context_limit(model), hidden_size=states.size(-1),
+        context_limit=limit, hidden_size=states.size(-1),
         num_hidden_layers=len(cache), vocab_size=model.config.vocab_size,
         max_position_embeddings=model.config.block_size, tie_word_embeddings=False)
-
-
-@torch.no_grad()
-def context_limit(model):
-    """block_size, or None for a model that reads on and on (ModuleFormer)."""
-    try:
-        model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long))
-    except ValueError:
-        return model.config.block_size
-    return None
 
 
 # ---- The model card -----------------------------------------------------------------------------

@@ -26,15 +26,15 @@ from plumbing.tokenizer import load_tokenizer
 THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
-def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machine):
+def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machine, pad=-1):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half = len(tokens) // 2
     T = model.config.block_size
-    usage = count_usage(model, val_batches(tokens[:half], T, batch_size, pad=-1))
+    usage = count_usage(model, val_batches(tokens[:half], T, batch_size, pad))
     rows = []
     for threshold in thresholds:
         pruned, table = prune_experts(model, usage, threshold, normalise)
-        batches = val_batches(tokens[half:], T, batch_size, pad=-1)
+        batches = val_batches(tokens[half:], T, batch_size, pad)
         scores = score_batches(pruned, batches, token_lengths, machine)
         modules = sum(pool['after'] for pool in table) / sum(pool['before'] for pool in table)
         rows.append(dict(threshold=threshold, parameters=pruned.count_params()[0], left=table.left,
@@ -75,7 +75,8 @@ def main():
     thresholds = args.thresholds or [share * largest for share in THRESHOLDS]
     thresholds = [0.0, *(t for t in thresholds if t)]    # at 0 nothing is pruned
     try:
-        rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine)
+        rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine,
+                     tokenizer.pad)
     except ValueError as e:                              # as of a model with adapters
         raise UserError(f'{args.run}: {e}') from None
     print(f'{args.run} on {folder}: frequencies divided by the {args.normalise} of their pool')

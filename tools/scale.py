@@ -11,9 +11,9 @@ other tokens (not built here). --routes has measured loads, {run: {layer: {"load
 expert]}}}: the busiest GPU sets the pace.
 """
 
-import json
+from pathlib import Path
 
-from plumbing.cli import Parser, UserError, between, run_main
+from plumbing.cli import Parser, UserError, between, parse_json, run_main
 from plumbing.models import sketch
 from plumbing.settings import read_settings
 from plumbing.shard import SLICE, blocks
@@ -40,8 +40,8 @@ def count(parameters):
 
 def held(p, world):
     """Numbers of a parameter that the first of `world` processes holds: FSDP divides its rows."""
-    rows = -(-p.size(0) // world)
-    return rows * p.numel() // p.size(0)
+    rows = len(p) if p.dim() else 1
+    return -(-rows // world) * p.numel() // rows
 
 
 def memory(model, s, T, world):
@@ -110,6 +110,20 @@ def imbalance(load, world):
     return max(sum(load[place::places]) for place in range(places)) * places / sum(load)
 
 
+def read_loads(path, model):
+    """[the share of each expert] of every pool."""
+    try:
+        runs = parse_json(Path(path).read_text(encoding='utf-8'))
+        loads = [layer['load'] for layer in runs[model].values()]
+        is_whole = loads and all(sum(load) > 0 for load in loads)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise UserError(f'{path} has no loads of {model}; what they look like: '
+                        f'{{"{model}": {{"layer": {{"load": [0.5, 0.5]}}}}}}')
+    return loads
+
+
 def show_memory(model, s, T, worlds):
     columns = [memory(model, s, T, world) for world in worlds]
     print(f"{'GB per GPU':20}" + ''.join(f'{world:>8} GPUs' for world in worlds))
@@ -141,15 +155,14 @@ def main():
     s, module, keys = read_settings([args.config, *extra])
     model = sketch(module, dict(vocab_size=50257) | keys)
     T = s.seq_len or model.config.block_size
+    if args.routes:
+        if s.model != 'moduleformer':
+            raise UserError('--routes: the traffic of experts is counted for moduleformer only')
+        loads = read_loads(args.routes, s.model)
     print(f'{s.model}: {count(model.parameters()) / 1e9:.3f}B parameters, {s.batch_size} x {T} tokens, '
           f'{s.gradient_accumulation_steps} micro-batches')
     show_memory(model, s, T, args.processes)
     if args.routes:
-        if s.model != 'moduleformer':
-            raise UserError('--routes: the traffic of experts is counted for moduleformer only')
-        with open(args.routes, encoding='utf-8') as file:
-            runs = json.load(file)
-        loads = [layer['load'] for layer in runs[s.model].values()]
         show_traffic(model, s, T, [world for world in args.processes if world > 1], loads)
 
 

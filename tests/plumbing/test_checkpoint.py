@@ -37,6 +37,7 @@ def test_a_folder_or_a_file_is_read(tmp_path):
     for path in (tmp_path, str(tmp_path), tmp_path / 'ckpt.pt'):
         ckpt = read_checkpoint(path)
         assert ckpt['iter'] == 3 and ckpt['folder'] == str(tmp_path)
+        assert ckpt['data']['size'] == 0                 # older runs did not count their tokens
     model, ckpt = load_checkpoint(tmp_path)
     assert not model.training and torch.equal(model.wte.weight, ckpt['weights']['wte.weight'])
 

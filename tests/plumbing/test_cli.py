@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import os
+import signal
 
 import pytest
 
@@ -23,6 +24,22 @@ def test_how_scripts_end(monkeypatch, capsys, error, code, line):
     with pytest.raises(SystemExit) as stop:
         run_main(main)
     assert stop.value.code == code and capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize('name, code', [('SIGTERM', 143), ('SIGHUP', 129)])
+def test_how_scripts_are_stopped(name, code):
+    """A terminal that is closed sends SIGHUP. nohup lets nobody hear it, and so it stays."""
+    number = getattr(signal, name, None) or pytest.skip(f'there is no {name} here')
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_main(lambda: signal.raise_signal(number))
+        assert stop.value.code == code
+        if name == 'SIGHUP':
+            signal.signal(number, signal.SIG_IGN)
+            run_main(lambda: signal.raise_signal(number))
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_bug_keeps_its_traceback():
@@ -51,12 +68,16 @@ def test_results_are_whole_or_not_there(tmp_path):
     assert not os.path.isfile('/dev/null')
 
 
-def test_where_results_can_go(tmp_path):
+def test_where_results_can_go(tmp_path, monkeypatch):
     check_writable(None)
     check_writable(tmp_path / 'r.json')
     for path in (tmp_path, tmp_path / 'nowhere' / 'r.json'):
         with pytest.raises(UserError, match='cannot be written'):
             check_writable(path)
+    monkeypatch.setattr(os, 'access', lambda *_: False)  # another's folder; root may write everywhere
+    with pytest.raises(UserError, match='cannot be written'):
+        check_writable(tmp_path / 'r.json')
+    check_writable('/dev/null')                          # a device is opened, not replaced
 
 
 def test_lines_of_plain_and_compressed_files(tmp_path):

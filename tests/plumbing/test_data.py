@@ -69,6 +69,15 @@ def test_batch_and_take_run_over_epochs():
     assert np.array_equal(again.take(70), d.take(70))
 
 
+def test_a_run_goes_on_with_the_data_it_had():
+    d = data(dict(a=np.arange(1000)))
+    again = data(dict(a=np.arange(1200)))
+    with pytest.raises(UserError, match='trained on 1,000 tokens, but its data now has 1,200'):
+        again.load_state(d.state())
+    again.load_state(dict(d.state(), size=0))            # an older run did not count them
+    assert again.state()['size'] == 1200
+
+
 def test_ids_above_int16():
     d = data(dict(a=np.arange(65536 - 100, 65536)))
     assert d.batch(np.array([80]))[1].max() == 65536 - 100 + 88

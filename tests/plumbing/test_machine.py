@@ -20,6 +20,13 @@ def test_precision():
         Machine('cpu', 'float16')
 
 
+def test_a_device_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setenv('LOCAL_RANK', '99')               # more processes than GPUs
+    with pytest.raises(UserError, match=r'device cuda:99 does not work \(.+\); see --device'):
+        Machine('auto')
+
+
 def test_only_the_first_process_speaks(capsys):
     for rank in (0, 1):
         Machine.say(types.SimpleNamespace(rank=rank), f'from {rank}')

@@ -7,6 +7,7 @@ import pytest
 import lora
 import moep
 from moep import MoEPConfig
+from plumbing import models
 from plumbing.cli import UserError
 from plumbing.models import find_surgery, import_model, sketch
 
@@ -21,6 +22,18 @@ def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
         with pytest.raises(UserError, match='there is no model file|lacks the line'):
             import_model(name)
     assert os.listdir(tmp_path) == ['evil.py']
+
+
+@pytest.mark.parametrize('line, message', [
+    ('x = (', r"^bad_model: '\(' was never closed \(bad_model.py, line 2\)$"),
+    ('x = y', "^bad_model: bad_model.py:2: NameError: name 'y' is not defined$"),
+    ('from moep import Rooter', '^bad_model: bad_model.py:2: ImportError: cannot import name')])
+def test_a_model_file_that_cannot_be_imported(tmp_path, monkeypatch, line, message):
+    (tmp_path / 'bad_model.py').write_text(f'Model = None\n{line}\nConfig, Model = None, None\n')
+    monkeypatch.setattr(models, 'ROOT', tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=message):
+        import_model('bad_model')
 
 
 def test_surgeries_by_name():

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,17 @@ def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
     assert 'looks ahead' in done.stdout.splitlines()[1]
 
 
+@pytest.mark.parametrize('size', [20, 20_000_003])       # less than a prompt; more than float32 can count
+def test_prompts_lie_in_the_text(run, smoke, monkeypatch, size):
+    monkeypatch.setattr('tools.depth.load_bin', lambda *_: np.zeros(size, np.uint16))
+    run('tools.depth', smoke('config/stlm_exit.py'), *FEW, '--draft_layers=1', here=True)
+
+
 @pytest.mark.parametrize('config, flags, message', [
     ('config/stlm.py', [], 'is a run of stlm.py, not of stlm_depth.py'),
-    ('config/stlm_exit.py', ['--draft_layers=4'], 'the model has 4 layers')], ids=str)
-def test_errors(run, smoke, config, flags, message):
+    ('config/stlm_exit.py', ['--draft_layers=4'], 'the model has 4 layers'),
+    ('config/stlm_exit.py', ['--data={data_dir}/toy_bytes'], 'has another tokenizer than')], ids=str)
+def test_errors(run, smoke, data_dir, config, flags, message):
+    flags = [flag.format(data_dir=data_dir) for flag in flags]
     done = run('tools.depth', smoke(config), *flags, *FEW, here=True, code=2)
     assert message in done.stderr and len(done.stderr.splitlines()) == 1

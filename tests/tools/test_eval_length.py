@@ -88,6 +88,17 @@ def test_dropout_is_off(run, smoke, monkeypatch):
 
 
 @pytest.mark.slow
+def test_every_column_has_a_name_of_its_own(run, smoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_length, 'loss_by_position', lambda *_, **__: torch.zeros(64))
+    paths = [smoke(f'config/{name}.py') / 'ckpt.pt' for name in ('moduleformer', 'llama')]
+    told = run('tools.eval_length', *paths, '--length=64', here=True).stdout
+    assert all(f'{path}: 0.0000' in told for path in paths)
+    (tmp_path / 'lr_0.5').symlink_to(paths[0].parent)
+    told = run('tools.eval_length', tmp_path / 'lr_0.5', '--length=64', here=True).stdout
+    assert '\nlr_0.5: 0.0000' in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('config, args, message', [
     ('moep', ['--length=128'], 'table of 64 positions'),
     ('moep', ['--memory=8'], 'has positions'),

@@ -120,6 +120,11 @@ def test_result():
     assert result['guess'] == 0.6 and [e['text'] for e in result['examples']] == ['7'] * 5
 
 
+def test_no_problem_can_be_asked():
+    with pytest.raises(UserError, match='no problem with a number in its solution leaves 4 tokens'):
+        exact_answer.exact_answer(Parrot(), choose_tokenizer('bytes'), [('a', 'nothing')], 4)
+
+
 def test_what_the_model_is_given(monkeypatch):
     seen = []
 
@@ -160,7 +165,8 @@ def test_as_a_user(run, smoke, data_dir, tmp_path):
             ([f'--data={tmp_path}/bad.jsonl'], 'bad.jsonl:1'),
             ([f'--data={tmp_path}/none.jsonl'], 'none.jsonl'),
             ([math, '--max_new_tokens=500'], 'lower --max_new_tokens'),
-            ([math, '--num=0'], 'at least 1'),
+            ([math, '--num=0'], 'not between 1'),
+            ([math, '--show=-1'], 'not between 0'),
             ([math, '--json=/none/x.json'], 'cannot be written')):
         text = run('tools.exact_answer', folder, *args, code=2).stderr
         assert message in text and text.count('\n') == 1

@@ -329,6 +329,9 @@ def test_what_is_refused(run, data_dir, tmp_path, monkeypatch):
     chunks = make_run(tmp_path / 'bytes', data_dir / 'toy_bytes', 'stlm', keys)
     assert 'chunks of bytes' in run('tools.export_hf', chunks, code=2).stderr
     assert not (chunks / 'hf').exists()
+    routed = make_run(tmp_path / 'routed', data_dir / 'toy_stories', 'arena.bias', {})
+    assert 'models of arena/ are not exported' in run('tools.export_hf', routed, code=2).stderr
+    assert not (routed / 'hf').exists()
     assert 'there is no checkpoint' in run('tools.export_hf', tmp_path / 'none', code=2).stderr
     monkeypatch.setitem(sys.modules, 'transformers', None)
     assert 'pip install transformers' in run('tools.export_hf', chunks, code=2).stderr

@@ -9,14 +9,18 @@ from moduleformer import count_usage, prune_experts
 from plumbing.checkpoint import load_checkpoint
 from plumbing.data import as_tensor, load_bin, val_batches
 from plumbing.machine import Machine
+from plumbing.tokenizer import load_tokenizer
 from tools import prune_curve
 
 
 @pytest.fixture(scope='module')
 def folder(run, data_dir, tmp_path_factory):
     """A ModuleFormer after one step on the toy math."""
-    out = tmp_path_factory.mktemp('prune') / 'run'
-    run('train.py', 'config/moduleformer.py', '--data=toy_math', f'--data_dir={data_dir}', '--max_iters=1',
+    return train(run, 'toy_math', data_dir, tmp_path_factory.mktemp('prune') / 'run')
+
+
+def train(run, data, data_dir, out):
+    run('train.py', 'config/moduleformer.py', f'--data={data}', f'--data_dir={data_dir}', '--max_iters=1',
         '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', f'--out_dir={out}', here=True)
     return out
 
@@ -38,6 +42,18 @@ def test_rows_by_hand(folder, data_dir):
         pools = [len(m.weight) for name, m in small.named_modules() if name.endswith('.A')]
         assert row['modules'] == sum(pools) / (3 * (4 + 8))
     assert rows[0]['left'] == 1 and rows[1]['left'] < 1
+
+
+def test_pauses_are_not_scored(run, data_dir, tmp_path):
+    out = train(run, 'toy_pauses', data_dir, tmp_path / 'run')
+    run('tools.prune_curve', out, '--thresholds', 0, f'--json={tmp_path}/c.json', here=True)
+    row, = json.loads((tmp_path / 'c.json').read_text())['rows']
+    model, _ = load_checkpoint(out)
+    tokens = as_tensor(load_bin(data_dir / 'toy_pauses', 'val'), 'cpu')
+    pad = load_tokenizer(out).pad
+    x, y = (torch.cat(parts) for parts in zip(*val_batches(tokens[len(tokens) // 2:], 128, 16, pad)))
+    with torch.no_grad():
+        assert abs(row['loss'] - model(x, y)[1].item()) < 1e-4
 
 
 def test_adapters_are_told(run, folder, data_dir, tmp_path):

@@ -18,6 +18,7 @@ def test_rows_are_divided():
     """16 experts: two for each of 8 processes, one for each of 16, and beyond that no fewer."""
     stack = torch.empty(16, 3, 5, device='meta')
     assert [scale.held(stack, world) for world in (1, 3, 8, 16, 64)] == [240, 90, 30, 15, 15]
+    assert scale.held(torch.empty((), device='meta'), 8) == 1
 
 
 def test_memory_by_hand():
@@ -104,3 +105,8 @@ def test_as_a_user_runs_it(run, tmp_path):
     assert '8 43.5 13.5 0.8 27,569 tokens 1.60 x, 1.60 x of 1 pools' in ' '.join(told.split())
     told = run('tools.scale', 'config/moep.py', '--routes', tmp_path / 'routes.json', code=2).stderr
     assert 'for moduleformer only' in told
+    for text in ('no JSON', '[]', '{"moep": {}}', '{"moduleformer": {}}', '{"moduleformer": {"a": [1]}}',
+                 '{"moduleformer": {"a": {"load": [0]}}}'):
+        (tmp_path / 'routes.json').write_text(text)
+        told = run('tools.scale', CONFIG, '--routes', tmp_path / 'routes.json', code=2)
+        assert 'routes.json has no loads of moduleformer' in told.stderr and not told.stdout
