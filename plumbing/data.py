@@ -1,8 +1,8 @@
 """
 Token bins -> batches: which chunks a run reads and in which order, and the windows it is validated on.
 
-The bins are small (uint16), so they are held whole on the device that trains; a batch is one indexing
-operation. Nothing here knows a model.
+The bins are small (uint16), so they are held whole on the device that trains; a batch is one
+indexing operation. Nothing here knows a model.
 """
 
 import itertools

@@ -72,7 +72,7 @@ def test_batch_and_take_run_over_epochs():
 def test_a_run_goes_on_with_the_data_it_had():
     d = data(dict(a=np.arange(1000)))
     again = data(dict(a=np.arange(1200)))
-    with pytest.raises(UserError, match='trained on 1,000 tokens, but its data now has 1,200'):
+    with pytest.raises(UserError, match='a text of 1,000 tokens, but now it has 1,200'):
         again.load_state(d.state())
     again.load_state(dict(d.state(), size=0))            # an older run did not count them
     assert again.state()['size'] == 1200
