@@ -676,7 +676,7 @@ def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
             ([f'--init_from=["{base}"]', '--surgery=my_surgery.freeze'], 'init_from is a list')]:
         assert message in start(f'--init_from={base}', *args, code=2, out='bad').stderr
     assert 'init_from' in start('--surgery=my_surgery.widen', code=2, out='bad').stderr
-    told = start(f'--init_from={base}', '--overwrite', code=2, out='base').stderr
+    told = start(f'--init_from={base}', '--max_iters=1', '--overwrite', code=2, out='base').stderr
     assert 'which --overwrite deletes' in told and (base / 'ckpt.pt').exists()
 
 
