@@ -249,7 +249,7 @@ def test_what_cannot_be_wrapped():
 
 
 @pytest.mark.slow
-def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):
+def test_the_scripts_on_pauses_and_sentences(run, smoke, data_dir, monkeypatch):
     """sample.py keeps the pauses of a prompt, and leaves its last sentence open; what is refused."""
     prompts = []
 
@@ -265,7 +265,8 @@ def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):
     tokenizer = load_tokenizer(thoughts)
     ids = tokenizer.end + tokenizer.encode(QUESTION)
     assert prompts[1] == ids[:len(prompts[1])] and tokenizer.token_bytes[prompts[1][-1]] == b'\n'
-    refused = run('eval_blimp.py', thoughts, '--mode=babylm2025', code=2, here=True).stderr
+    pairs = f'--data={data_dir}/toy_blimp'
+    refused = run('eval_blimp.py', thoughts, pairs, '--mode=babylm2025', code=2, here=True).stderr
     assert '--mode harness' in refused and refused.count('\n') == 1
     pytest.importorskip('transformers')
     for folder, word in ((pauses, 'reads pauses'), (thoughts, 'reads sentences')):
