@@ -15,7 +15,7 @@ TRACKS = dict(                           # FLOPs: of training; within: how far f
     baby=dict(data='babylm', pairs='blimp', vocab_size=16384, window=512, tokens=150e6,
               parameters=28e6, flops_per_token=180e6, within=0.05))
 CLASSES = dict(parameters='Equal parameters', flops_per_token='Equal FLOPs per token')
-DENSE = ('strong', 'gpt2')               # the dense entry of a class: the first of these that is in it
+DENSE = ('strong', 'strong_muon', 'gpt2')     # the best of these is the dense entry of a class
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
 SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
           'bits_per_byte', *MODES)
@@ -76,7 +76,7 @@ def spread(values, digits=1):
     if not values:
         return '-'
     text = f'{statistics.mean(values):,.{digits}f}'
-    return f'{text} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else text
+    return f'{text} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else text
 
 
 def verdict(mine, dense):
@@ -97,8 +97,9 @@ def table(track, key, results):
     for name, seeds in found.items():
         if key in classes(next(iter(seeds.values())), track):
             bits[name] = [result['bits_per_byte'] for result in seeds.values()]
-    dense = next((name for name in DENSE if name in bits), None)
-    for name in sorted(bits, key=lambda name: statistics.mean(bits[name])):
+    best_first = sorted(bits, key=lambda name: statistics.mean(bits[name]))
+    dense = next((name for name in best_first if name in DENSE), None)
+    for name in best_first:
         column = {score: [result[score] for result in found[name].values()] for score in SCORES}
         against = 'the dense entry'
         if name != dense:

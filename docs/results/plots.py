@@ -300,16 +300,26 @@ def arena():
     read = tables.leaderboard.read_results
     found = {track: read(track, tables.HERE / 'arena') for track in ('toy', 'baby')}
     found = {track: entries for track, entries in found.items() if len(entries) > 1}
-    figure, axes = plt.subplots(1, len(found), figsize=(7 * len(found), 4.5), squeeze=False)
+    figure, axes = plt.subplots(1, len(found), figsize=(7 * len(found), 5.5), squeeze=False)
     for axis, (track, entries) in zip(axes[0], found.items()):
+        places = {}
         for name, seeds in entries.items():
             bits = [scores['bits_per_byte'] for scores in seeds.values()]
             cost = [scores['flops_per_token'] / 1e6 for scores in seeds.values()]
             mean = statistics.mean(bits)
             reach = [[mean - min(bits)], [max(bits) - mean]]
             axis.errorbar(cost[0], mean, reach, fmt='o', ms=4)
-            axis.annotate(name, (cost[0], mean), textcoords='offset points', xytext=(5, -3), fontsize=7)
-        axis.margins(x=0.2)
+            places[name] = cost[0], mean
+        axis.margins(x=0.4)
+        axis.autoscale_view()                            # places are computed with the final limits
+        names = []                                       # where they stand, in points
+        for name, place in sorted(places.items(), key=lambda item: item[1][1]):
+            x, y = axis.transData.transform(place) * 72 / figure.dpi
+            higher = y
+            while any(abs(x - a) < 80 and abs(higher - b) < 9 for a, b in names):
+                higher += 1
+            names.append((x, higher))
+            axis.annotate(name, place, textcoords='offset points', xytext=(5, higher - y - 3), fontsize=7)
         axis.set(title=f'track {track}', xlabel='MFLOPs of training per token', ylabel='bits per byte')
         axis.grid(alpha=0.4)
     return figure

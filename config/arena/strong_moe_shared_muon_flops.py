@@ -1,0 +1,28 @@
+"""strong_muon.py with 2 of 8 experts, and 2 that all tokens take: its FLOPs, 49M parameters."""
+model = 'strong'
+data = 'babylm'
+
+vocab_size = 16384
+block_size = 512
+n_layer = 12
+n_head = 6
+n_embd = 384
+n_expert = 8
+top_k = 2
+n_shared = 2
+dropout = 0.1
+aux_weights = dict(balance=0.01)
+
+stride = 128                    # the budget of all entries
+epoch_words = 10e6
+epochs = 10
+batch_size = 64
+optimizer = 'muon'
+learning_rate = 5e-3            # of embeddings and routers; not swept yet
+muon_rate = 4.0                 # the matrices': 0.02
+min_lr = 0.0
+schedule = 'linear'
+warmup_iters = 100
+weight_decay = 0.1
+eval_interval = 1000
+save_interval = 500
