@@ -27,6 +27,8 @@ from tools.flops import training_flops
 from tools.leaderboard import MODES, TRACKS, classes, read_results, show
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
+FIXED = ('model', 'data', 'data_dir', 'seed', 'out_dir', 'init_from', 'resume', 'overwrite', 'epochs',
+         'max_iters', 'epoch_words', 'seq_len', 'block_size')     # by the rules, or by the arena
 
 
 # ---- Running ------------------------------------------------------------------------------------
@@ -40,6 +42,7 @@ def call(script, *args):
     except BaseException:
         process.terminate()
         process.wait()
+        print('the arena is stopped; the same command, as it was, goes on', flush=True)
         raise
     if code:
         raise UserError(f'{script} ended with exit code {code}')
@@ -108,6 +111,14 @@ def score_pairs(folder, pairs):
     return scores
 
 
+def need_data(args):
+    """Else every run would miss it."""
+    name = TRACKS[args.track]['data']
+    prepare.make_missing_toys([name], args.data_dir)
+    if not (args.data_dir / name / 'meta.json').exists():
+        raise UserError(f'there is no {args.data_dir / name}: make it with python prepare.py {name}')
+
+
 def race(entries, args):
     """Every entry with the first seed, then with the next -> what failed. The others go on."""
     results, runs = args.results / args.track, args.out / args.track
@@ -125,6 +136,7 @@ def race(entries, args):
         check_kept(entry, made, f'{results}/{name}_?.json and {runs}/{name}_?')
     left.sort(key=lambda run: run[0])                    # by seed, else in this order
     if left:
+        need_data(args)
         results.mkdir(parents=True, exist_ok=True)
         prepare.make_missing_toys([pairs.name], args.data_dir)
         if not pairs.is_dir():
@@ -148,6 +160,9 @@ def sweep(entries, args):
     """One seed and a third of the steps for each value of a setting -> what failed."""
     key, _, values = args.sweep.partition('=')
     key = key.replace('-', '_')
+    if key in FIXED:
+        raise UserError(f'{key} cannot be swept: it is the same for all entries')
+    need_data(args)
     wanted = {}                                          # each once: 2e-3 and 0.002 are the same
     for stages in entries.values():
         for value in values.split(','):                  # what is mistyped ends it here
@@ -177,7 +192,8 @@ def sweep(entries, args):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)
         for setting, result in sorted(found.items(), key=lambda item: item[1]['loss']):
-            print(f"{name:24} {setting:24} val loss {result['loss']:.4f}")
+            if setting.startswith(f'{key}='):
+                print(f"{name:24} {setting:24} val loss {result['loss']:.4f}")
     return failed
 
 

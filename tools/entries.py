@@ -5,6 +5,7 @@ The arena's entries: found, held to the rules, and told from what they were when
 import ast
 import json
 import zlib
+from pathlib import Path
 
 from plumbing.cli import UserError, parse_json
 from plumbing.data import named_sets
@@ -31,23 +32,32 @@ def find_entries(paths, track):
             raise UserError(f'{path}: an entry that is a folder holds a config for each stage')
         if entries.get(path.stem, stages) != stages:
             raise UserError(f'two entries are named {path.stem}: rename one of them')
-        check_entry(stages, track)
+        for n, config in enumerate(stages):
+            try:
+                check_entry(config, stages[:n], len(stages) == 1, track)
+            except UserError as error:
+                where = '' if str(config) in str(error) else f'{config}: '
+                raise UserError(f'{where}{error}') from None
         entries[path.stem] = stages
     if paths and not entries:
         raise UserError(f'none of these has a config of the track {track}')
     return entries
 
 
-def check_entry(stages, track):
-    """Whether it keeps the rules of the track, before anything is trained."""
+def check_entry(config, earlier, alone, track):
+    """Whether it keeps the rules of the track, before anything is trained. A stage starts from earlier
+    ones."""
     rules = TRACKS[track]
-    for config in stages:
-        s, module, keys = read_settings([str(config)])
-        trained, scored = named_sets(s)
-        if {*trained, *scored} != {rules['data']}:
-            raise UserError(f"{config} reads {', '.join({*trained, *scored})}; "
-                            f"the track {track} reads {rules['data']} alone")
-    if len(stages) > 1:                                  # what they make is measured afterwards
+    s, module, keys = read_settings([str(config)])
+    trained, scored = named_sets(s)
+    if {*trained, *scored} != {rules['data']}:
+        raise UserError(f"{config} reads {', '.join({*trained, *scored})}; "
+                        f"the track {track} reads {rules['data']} alone")
+    starts = [s.init_from] if isinstance(s.init_from, str) else s.init_from or []
+    for start in starts:
+        if Path(start).name not in [stage.stem for stage in earlier]:
+            raise UserError(f'init_from names {start}, which is no earlier stage of this entry')
+    if not alone:                                        # what stages make is measured afterwards
         return
     model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)
     total, active = model.count_params()
@@ -83,11 +93,22 @@ def identify(stages, swept=None):
 
 
 def read_code(name):
-    """The code of a model file and of those that it imports from, without comments."""
-    path = lambda name: ROOT / f"{name.replace('.', '/')}.py"
-    tree = ast.parse(path(name).read_text(encoding='utf-8'))
-    others = [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return ast.unparse(tree) + ''.join(read_code(other) for other in others if path(other).exists())
+    """The code of a model file and of those that it imports, without comments and docstrings."""
+    path = ROOT / f"{name.replace('.', '/')}.py"
+    if not path.exists():
+        return ''
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    code = ast.unparse(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *[f'{node.module}.{alias.name}' for alias in node.names]]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        code += ''.join(map(read_code, names))
+    return code
 
 
 def read_kept(path):

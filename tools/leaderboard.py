@@ -36,6 +36,8 @@ def read_results(track, results):
     found = {}
     for path in sorted((results / track).glob('*.json')):
         name, _, seed = path.stem.rpartition('_')
+        if not seed.isdigit():
+            continue                                     # not the arena's
         try:
             result = parse_json(path.read_text())
             scores = {key: float(result[key]) for key in SCORES if key not in MODES}

@@ -5,6 +5,7 @@ Draw the plots of docs/*.md from the files in this folder (needs matplotlib).
 """
 
 import statistics
+import sys
 
 import matplotlib
 matplotlib.use('Agg')
@@ -328,6 +329,8 @@ def arena():
 if __name__ == '__main__':
     for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real,
                  selfmoe, stlm, stlm_real, speed, arena):
+        if sys.argv[1:] and draw.__name__ not in sys.argv[1:]:
+            continue
         figure = draw()
         figure.tight_layout()
         figure.savefig(DOCS / f'{draw.__name__}.png', dpi=110)
