@@ -188,11 +188,13 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))
+        # rows: the pairs (token, k) sorted by expert. pair = choice_NK.flatten().argsort(stable=True)
+        pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))     # row is pair's inverse
         token = pair // choice_NK.size(1)                # (R,) the token of each row
         x_RD = Gather.apply(x_ND, token, row.view_as(choice_NK))         # x_ND[token]
         h_RF = F.relu(grouped_mm(x_RD, self.fc, ends_E)).square()        # x_RD @ fc[expert]
         y_RD = grouped_mm(h_RF, self.down, ends_E)                       # h_RF @ down[expert]
+        # y_RD[row]: by token again
         y_NKD = Gather.apply(y_RD, row, pair[:, None]).view(*gate_NK.shape, -1)
         y = self.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
         if self.shared:
@@ -263,7 +265,7 @@ class Strong(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, E)}: the gates as multiplied in, 0 where a token did not go."""
+        """{layer: (B, T, E)}: the gates, which sum to 1; 0 where a token did not go."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():

@@ -13,13 +13,14 @@ import torch
 
 MOMENTUM = 0.95
 QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
-BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'router'}  # rows of these belong to a token or a choice
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router'}   # a row is a token's or a choice's
 
 
 def split_groups(groups, model, rate):
     """AdamW's groups, without what Muon takes, and Muon's: `rate` times as fast as the others."""
     names = {p: name for name, p in model.named_parameters()}
-    hidden = [p for p in groups[0]['params'] if not BY_ADAMW & {*names[p].split('.')}]
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    hidden = [p for p in groups[0]['params'] if p not in tables and not BY_ADAMW & {*names[p].split('.')}]
     taken = {*hidden}
     groups[0]['params'] = [p for p in groups[0]['params'] if p not in taken]
     return [*groups, dict(groups[0], params=hidden, muon=rate)]
@@ -65,8 +66,8 @@ def size_of(shape):
 
 
 def orthogonal(x, steps=5):
-    """U V^T of each matrix x = U S V^T, about: Newton-Schulz turns the singular values, all at once,
-    into numbers between 0.7 and 1.2. In bfloat16 on a GPU, where that is fast."""
+    """U V^T of each matrix x = U S V^T, about: Newton-Schulz brings the singular values to some 0.7 to
+    1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU, where that is fast."""
     a, b, c = QUINTIC
     is_tall = x.size(-2) > x.size(-1)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0

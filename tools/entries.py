@@ -100,7 +100,7 @@ def read_code(name):
     tree = ast.parse(path.read_text(encoding='utf-8'))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            node.body[0] = ast.Pass()
+            del node.body[0]
     code = ast.unparse(tree)
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):

@@ -134,11 +134,12 @@ def test_a_killed_arena_saves_and_goes_on(track, go, tmp_path, monkeypatch):
     log = tmp_path / 'out/arena/toy/long_1/log.jsonl'
     code = f"from tools.arena import *; TRACKS['toy'].update({rules}); run_main(main)"
     command = [sys.executable, '-c', code, 'toy/long.py', '--seeds=1', '--results=r']
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     while process.poll() is None and not (log.exists() and 'grad_norm' in log.read_text()):
         time.sleep(0.02)
     process.terminate()
-    assert process.wait() == 143
+    last = process.communicate()[0].splitlines()[-1]
+    assert process.returncode == 143 and last == 'the arena is stopped; the same command, as it was, goes on'
     assert (log.parent / 'ckpt.pt').exists() and not any(tmp_path.glob('r/toy/*'))
     go('toy/long.py', '--seeds=1')
     lines = [json.loads(line) for line in open(log)]
@@ -161,15 +162,18 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     assert track == scripts(('mine', 'mine_1'))
 
 
-def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
-    """Also that of a file it imports from. Results stay, with a line about it; a comment is no change."""
+@pytest.mark.parametrize('imports', ['from arena.parts import x', 'from arena import parts',
+                                     'import arena.parts'])
+def test_changed_code_is_told(track, go, tmp_path, monkeypatch, imports):
+    """Also that of a file it imports. Results stay, with a line about it; a comment is no change."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
-    (tmp_path / 'moep.py').write_text('from parts import x\nimport torch\nfrom math import pi\n')
-    code = tmp_path / 'parts.py'
+    (tmp_path / 'moep.py').write_text(imports + '\nimport torch\nfrom math import pi\n')
+    code = tmp_path / 'arena/parts.py'
+    code.parent.mkdir()
     code.write_text('x = 1\n')
     go('mine.py', '--seeds=2')
     go('mine.py', '--sweep=learning_rate=1e-3')
-    code.write_text('x = 1    # one\n')
+    code.write_text('"""Parts."""\nx = 1    # one\n')
     assert 'code' not in go('mine.py', '--seeds=2').stdout
     code.write_text('x = 2\n')
     told = 'the code was another when r/toy/mine_?.json and out/arena/toy/mine_? were made; to run the'
@@ -277,7 +281,10 @@ def test_a_sweep(track, go, tmp_path):
     (['long.py'], 'toy/long.py reads 0.00M tokens; the track toy has 0.000384M'),
     (['mine.py', 'other/toy/mine.py'], 'two entries are named mine'),
     (['only_baby.py'], 'none of these has a config of the track toy'),
-    (['wrong.py'], "unknown key 'n_embed'"),
+    (['wrong.py'], "toy/wrong.py: unknown key 'n_embed'"),
+    (['stages'], 'toy/stages/2_composed.py: init_from names out/2_path, which is no earlier stage'),
+    (['mine.py', '--sweep=max_iters=1,2'], 'max_iters cannot be swept'),
+    (['mine.py', '--sweep=out-dir=x'], 'out_dir cannot be swept'),
     (['mine.py', '--sweep=learning_rate'], 'a setting and its values'),
     (['mine.py', '--sweep=learnin_rate=1e-3'], "unknown key 'learnin_rate'"),
     (['mine.py', '--seeds=0'], '0 is not between'),
@@ -297,6 +304,9 @@ def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
         path = tmp_path / 'toy' / f'{name}.py'
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TINY.replace(old, new))
+    (tmp_path / 'toy/stages').mkdir()
+    (tmp_path / 'toy/stages/1_path.py').write_text(PATH)
+    (tmp_path / 'toy/stages/2_composed.py').write_text(COMPOSED)
     nan = json.dumps(dict.fromkeys(leaderboard.SCORES, math.nan))
     for name, text in {'broken/toy/mine_1.json': '{"loss": 1.0', 'half/toy/mine_1.json': '{"loss": 1.0}',
                        'nan/toy/mine_1.json': nan, 'baby/baby/mine_1.json': '',
@@ -307,6 +317,20 @@ def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
         path.write_text(text)
     assert message in run('tools.arena', *args, cwd=tmp_path, code=2).stderr
     assert track == []
+
+
+@pytest.mark.parametrize('args', [['--seeds=2'], ['--sweep=learning_rate=1e-3']])
+def test_missing_text_is_told_once(track, go, monkeypatch, args):
+    monkeypatch.setattr(arena.prepare, 'make_missing_toys', lambda *args: None)
+    done = go('mine.py', '--data_dir=none', *args, code=2)
+    assert 'there is no none/toy_stories: make it with python prepare.py toy_stories' in done.stderr
+    assert track == [] and '====' not in done.stdout
+
+
+def test_a_note_beside_the_results(track, go, tmp_path):
+    go('mine.py', '--seeds=1')
+    (tmp_path / 'r/toy/notes.json').write_text('[]')
+    assert 'mine' in go('--table').stdout
 
 
 def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
