@@ -30,7 +30,9 @@ def import_model(name):
             raise UserError(f'{name}: {explain(e)}') from None
     if name in files:
         raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
-    raise UserError(f"there is no model file {name}.py; there are: {', '.join(names)}")
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f'did you mean {close[0]}?' if close else f"there are: {', '.join(names)}"
+    raise UserError(f'there is no model file {name}.py; {hint}')
 
 
 def make_config(module, keys):

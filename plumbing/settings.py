@@ -37,7 +37,7 @@ class Settings:
     seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
     stride: int | None = None              # tokens between chunk starts; seq_len if not given
     stream: bool = False                   # no shuffling: each batch row reads on where it stopped
-    memory: int = 0                        # with stream: how many past keys and values to keep as context
+    memory: int = 0                        # with stream: past keys and values to keep as context
     epoch_words: float | None = None       # words per epoch; if not given, an epoch is all chunks
     # how long
     epochs: float = 1.0                    # passes over the chunks, each reordered and newly cut
@@ -69,7 +69,7 @@ class Settings:
     checkpoint_words: list[float] = field(default_factory=list)   # also keep the weights at these word counts
     sample_tokens: int = 120               # length of the text sample at the end
     # how it starts
-    resume: bool = False                   # go on from out_dir's checkpoint (start, if there is none)
+    resume: bool = False                   # go on from out_dir's checkpoint (start if none)
     overwrite: bool = False                # start anew although out_dir holds a run
     init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
     surgery: str | None = None             # rebuilds it: a function of the model's file, or FILE.NAME
@@ -223,6 +223,8 @@ def read_config(path):
             values[name] = evaluate(node.value)
         except Exception as e:
             raise UserError(f'{where}: the value of {name} cannot be read: {e}') from None
+    if not values:
+        raise UserError(f"{path} sets nothing; a config has lines as model = 'moep'")
     return values
 
 
@@ -230,12 +232,8 @@ def config_hint(path):
     if '=' in path:
         return f'; write --{path.lstrip("-")}'
     guess = Path('config', path.removeprefix('config/').removesuffix('.py') + '.py')
-    if not guess.exists():
-        near = difflib.get_close_matches(guess.name, [p.name for p in guess.parent.glob('*.py')], 1)
-        if not near:
-            return ''
-        guess = guess.with_name(near[0])
-    return f'; did you mean {guess.as_posix()}?'
+    near = difflib.get_close_matches(guess.name, [p.name for p in guess.parent.glob('*.py')], 1)
+    return f'; did you mean {guess.with_name(near[0]).as_posix()}?' if near else ''
 
 
 def read_command(argv):

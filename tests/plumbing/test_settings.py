@@ -61,6 +61,8 @@ def test_config_files(tmp_path):
     ('x = dict.fromkeys([1])', 'no literal'),
     ('x = (lambda: 1)()', 'no literal'),
     ('x = len', 'no literal'),
+    ('', 'bad.py sets nothing'),
+    ('"""Only a docstring."""', 'bad.py sets nothing'),
     ('x = "\0"', 'bad.py:1: .*null bytes|it holds no text')])
 def test_what_a_config_may_not_say(tmp_path, text, message):
     (tmp_path / 'bad.py').write_text(text)

@@ -158,7 +158,8 @@ def test_table_and_exit_code(run, monkeypatch):
 
 @pytest.mark.parametrize('args, message', [
     ([], 'model'),
-    (['nothing'], 'there is no model file nothing.py'),
+    (['nothing'], 'there is no model file nothing.py; there are: moduleformer, moep'),
+    (['arena.sigmiod'], 'there is no model file arena.sigmiod.py; did you mean arena.sigmoid?'),
     (['moep', '--n_blok=3'], 'n_block'),
     (['moduleformer', '--config=config/moduleformer_lifelong.py'], 'starts from another run')])
 def test_mistakes(run, args, message):
