@@ -182,6 +182,14 @@ def test_a_shared_block_leaves_something_to_choose():
         make('shared', top_k=1)
 
 
+def test_noise_starts_as_the_files_say():
+    for name, std in (('noisy', 0.02), ('moduleformer_noisy', 0.0)):
+        torch.manual_seed(0)
+        fresh = import_model(f'arena.{name}').Model(config_of(name))
+        scales = torch.cat([router.noise.weight.flatten() for router in routers(fresh)])
+        assert abs(scales.std() - std) <= 0.2 * std, name
+
+
 # ---- The bias ------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,9 @@ def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
     assert {name: r['accuracy'] for name, r in result.items()} == dict(tie=100.0, same=100.0, wrong=0.0)
     assert {name: r['identical'] for name, r in result.items()} == dict(tie=0, same=1, wrong=0)
     assert {name: r['ties'] for name, r in result.items()} == dict(tie=2, same=0, wrong=0)
+    assert not any(r['close'] for r in result.values())  # a tie is no close call: it stays a tie
+    near = np.where(np.arange(len(sentences.ids)) == sentences.number['ab'], -1e-5, 0.0)
+    assert evaluate(paradigms, sentences, near)['wrong']['close'] == 1
 
 
 def test_shorter_sentence_baseline(tmp_path):
@@ -212,7 +215,7 @@ def one_by_one(model, text, mode, tokenizer=BYTES):
     y[:, :len(end) - 1] = -1
     y[y == tokenizer.pad] = -1
     with torch.no_grad():
-        return -model(x, y, reduction='none')[1].sum().item()
+        return -model(x, y, reduction='none')[1].double().sum().item()
 
 
 @pytest.mark.slow
@@ -288,6 +291,22 @@ def test_groups_join_what_is_spelt_twice(tmp_path):
     assert names['phenomenon', 'argument_structure'] == ['x', 'y']
     # each paradigm counts once, not each pair
     assert eval_blimp.mean(dict(x=100, y=0, z=50), ['x', 'y', 'z']) == 50
+
+
+def test_a_baseline_for_each_tokenizer(tmp_path, capsys):
+    """Of the first run that has it."""
+    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': [('a', 'b')]}))
+    runs = []
+    for tokenizer, shorter in (('one', 11.0), ('one', 11.0), ('other', 22.0)):
+        found = dict(pairs=1, identical=0, ties=0, close=0, accuracy=50.0, shorter=shorter)
+        runs.append(dict(checkpoint='x', folder='x', parameters=1, iter=1, words=1.0, overall=50.0,
+                         tokenizer=tokenizer, paradigms={'p': found}))
+    args = SimpleNamespace(data='d', mode='harness', paradigms=False)
+    eval_blimp.show(paradigms, runs, 0, args)
+    text = capsys.readouterr().out
+    assert text.count('shorter(1)  shorter(3)') == 1 and '11.0        22.0' in text
+    eval_blimp.show(paradigms, runs[:2], 0, args)
+    assert '(1)     (2)  shorter' in capsys.readouterr().out
 
 
 def test_published_columns():
@@ -404,16 +423,16 @@ def test_a_pair_too_long_for_one_model_is_left_out_for_all(call, runs, tmp_path)
 
 @pytest.fixture
 def curve(runs, tmp_path):
-    """The arguments of a learning curve: three checkpoints of one run, one of another."""
+    """The arguments of a learning curve: one checkpoint of one run, three of another."""
     data = write_pairs(tmp_path / 'd', {'p': random_pairs(10)})
-    checkpoints = [*sorted((runs / 'moep').glob('*.pt')), runs / 'gpt2']
+    checkpoints = [runs / 'gpt2', *sorted((runs / 'moep').glob('*.pt'))]
     return [*checkpoints, '--data', data, '--json', tmp_path / 'x.json']
 
 
 def check_curve(printed, runs, tmp_path):
     found = json.loads((tmp_path / 'x.json').read_text())['runs']
     order = [(r['folder'], r['iter']) for r in found]
-    assert order == [(str(runs / 'moep'), i) for i in (2, 10, 20)] + [(str(runs / 'gpt2'), 20)]
+    assert order == [(str(runs / 'gpt2'), 20)] + [(str(runs / 'moep'), i) for i in (2, 10, 20)]
     assert all(f'({i})' in printed for i in (1, 2, 3, 4)) and '10K words' in printed
 
 

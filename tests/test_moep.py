@@ -501,3 +501,5 @@ def test_config_rebuilds_and_errors():
             MoEPConfig(**{**SMALL, **wrong})
     with pytest.raises(ValueError, match='block_size'):
         model(tokens(1, 25))
+    odd = make(n_layer=3)
+    assert (len(odd.first), len(odd.last)) == (1, 2)     # the smaller half comes first

@@ -50,7 +50,7 @@ def as_train(texts):
 
 
 def test_write_and_load(tmp_path, capsys):
-    docs = words_corpus()
+    docs = [text.replace(' ', '\n  ', 1) for text in words_corpus()]     # words end at any white space
     write_data_set(tmp_path / 'd', as_train(docs), 300, val_fraction=.1)
     assert 'note: a loss on' in capsys.readouterr().out  # some 600 tokens
     meta = load_meta(tmp_path / 'd')
@@ -179,7 +179,8 @@ def test_text_splits(tmp_path):
     lines = [f'line {i} of a text without any blank line' for i in range(2000)]
     path.write_text('\n'.join(lines))
     docs = read(path)
-    assert len(docs) > 3 and '\n'.join(docs) == '\n'.join(lines) and max(map(len, docs)) < 17000
+    assert len(docs) > 3 and '\n'.join(docs) == '\n'.join(lines)
+    assert max(map(len, docs)) < 17000 and min(map(len, docs[:-1])) > 16000
 
 
 def test_a_pipe_is_read_once_and_whole(tmp_path):
@@ -234,6 +235,7 @@ def test_compressed_and_folders(tmp_path, capsys):
     (['train/a.txt', 'dev/a.txt', 'test/a.txt'], ['val', 'train']),
     (['X-train.txt', 'X-valid.txt', 'more.txt'], ['train', 'val', 'train']),
     (['val/a.txt', 'b.txt'], ['train', 'train']),
+    (['train/a.txt', 'train/a_val.txt'], ['train', 'val']),      # the last word says so
     (['train_10M/a.train', 'dev/a.dev'], ['val', 'train']),
     (['valentine.txt', 'train.txt'], ['train', 'train'])])
 def test_val_files(tmp_path, names, expected):
@@ -342,8 +344,10 @@ def test_named_from_input(prepare, tmp_path):
     pair = json.dumps(dict(sentence_good='a', sentence_bad='b')) + '\n'
     (tmp_path / 'pairs').mkdir()
     (tmp_path / 'pairs/x.jsonl').write_text(pair * 3)
+    (tmp_path / 'pairs/about.txt').write_text('no pair')
     prepare('blimp', '--input', 'pairs')
     assert (tmp_path / 'data/blimp/x.jsonl').read_text() == pair * 3
+    assert os.listdir(tmp_path / 'data/blimp') == ['x.jsonl']
     (tmp_path / 'pairs/more').mkdir()
     (tmp_path / 'pairs/more/x.jsonl').write_text(pair)
     assert 'named x.jsonl' in prepare('blimp', '--name', 'both', '--input', 'pairs', code=2).stderr

@@ -321,7 +321,8 @@ def votes_perplexity(first, second, votes_by_row):
 @pytest.mark.parametrize('rule, args, kept', [
     ('improves', {}, [1, 4]), ('printed', {}, [2]), ('changes', {}, [1, 2]),
     ('from_layer', dict(layer=3), [3, 4]),
-    ('changes', dict(threshold=1e-4), [1, 2, 4]), ('changes', dict(threshold=0.9), [])])
+    ('changes', dict(threshold=1e-4), [1, 2, 4]), ('changes', dict(threshold=0.9), []),
+    ('changes', dict(threshold=0.3), [2])])              # -27% and +37% of what it is without the gate
 def test_select_gates_by_rule(rule, args, kept):
     model, (batches, votes_by_row) = votes(), votes_batches()
     chosen, table = select_gates(model, iter(batches), rule, **args)
@@ -347,6 +348,12 @@ def test_select_gates_by_rule(rule, args, kept):
     assert torch.equal(again(x)[0], chosen(x)[0]) and torch.equal(again(x)[0], model(x)[0])
     if not kept:
         assert list(add_gates(chosen, 'matrix').gates) == ['1', '2', '3', '4']
+
+
+def test_a_change_of_more_than_a_hundredth_counts():
+    model, (batches, _) = votes(), votes_batches()
+    model.gates['4'].weight.data.mul_(2)                 # a change by 1.8%, not by 0.9%
+    assert select_gates(model, batches, 'changes')[0].config.gate_layers == [1, 2, 4]
 
 
 @pytest.mark.parametrize('changes', [

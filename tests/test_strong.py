@@ -157,6 +157,68 @@ def test_starts_as_an_embedding():
         assert torch.allclose(model.features(x)[0], states, atol=1e-5)
 
 
+def test_initialisation():
+    """Zero where something is added, 0.02 for embedding and router, else 1/sqrt(fan-in) of what reads x."""
+    torch.manual_seed(0)
+    for keys in (dict(), dict(n_expert=8, top_k=3, n_shared=1)):
+        model = Strong(StrongConfig(vocab_size=512, n_layer=4, n_head=2, n_embd=128, **keys))
+        for name, p in model.named_parameters():
+            std = 0.02 if 'wte' in name or 'router' in name else 1 / math.sqrt(128)
+            std = 0.0 if '.proj' in name or '.down' in name else std
+            assert abs(p.std() - std) <= (0.15 if 'router' in name else 0.03) * std, name
+
+
+def test_dropout_places(monkeypatch):
+    """On the embeddings, on attention and on both branches of a block, in training only."""
+    for config in (SMALL, ROUTED):
+        model, x, seen = make(dict(config, dropout=0.5)), tokens(), []
+        kernel = F.scaled_dot_product_attention
+
+        def record(*args, dropout_p, **rest):
+            seen.append(dropout_p)
+            return kernel(*args, dropout_p=dropout_p, **rest)
+        monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.register_forward_hook(lambda module, args, out: seen.append('drop'))
+        assert not torch.equal(model(x)[0], model(x)[0])
+        assert seen == ['drop', *[0.5, 'drop', 'drop'] * 2] * 2
+        assert torch.equal(model.eval()(x)[0], model(x)[0]) and seen[-3] == 0.0
+        monkeypatch.undo()
+
+
+def test_temperature_and_top_k_by_count():
+    """Against the distribution that the logits give: sharpened, cut to the best k, and drawn from."""
+    model, x = make(SMALL, torch.float32).eval(), tokens(1, 4)
+    logits = model(x)[0][0, -1]
+    best = logits.topk(3).indices
+    temperature = (logits[best[0]] - logits[best[2]]).item()     # so that all three are drawn
+    torch.manual_seed(0)
+    drawn = model.generate(x.expand(4000, -1), 1, temperature=temperature, top_k=3)[:, -1]
+    assert {*drawn.tolist()} == {*best.tolist()}
+    want = (logits[best] / temperature).softmax(-1)
+    assert torch.allclose(torch.stack([(drawn == i).float().mean() for i in best]), want, atol=0.03)
+
+
+def test_a_text_that_is_too_long():
+    """Also where a part of it is in the cache."""
+    model, x, cache = make(SMALL), tokens(1, 17), []
+    model(x[:, :9], cache=cache)
+    for new, past in ((x, None), (x[:, 9:], cache)):
+        with pytest.raises(ValueError, match='17 tokens are more than the block_size of 16'):
+            model(new, cache=past)
+
+
+def test_the_router_is_exact_under_autocast():
+    """Scores that bfloat16 would round to a tie are told apart."""
+    router = strong.Router(StrongConfig(**ROUTED))
+    with torch.no_grad():
+        router.linear.weight.copy_(1 + torch.arange(5.0)[:, None].expand(-1, 16) * 1e-4)
+    with torch.autocast('cpu', torch.bfloat16):
+        gate, choice, _ = router(torch.ones(2, 16).bfloat16())
+    assert choice.tolist() == [[4, 3, 2]] * 2 and gate.dtype == torch.float32
+
+
 def test_counts():
     """By hand: 12 layers of 384, a vocabulary of 16,384."""
     dense = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)

@@ -228,15 +228,32 @@ def test_a_scheduled_rate_reaches_the_model(tiny, tmp_path):
     assert [abs(late[step] - never[step]) < 1e-4 for step in (1, 2, 3, 4)] == [True, True, False, False]
 
 
+def test_tokens_per_second(tiny, tmp_path, monkeypatch):
+    """Of all micro-batches, in steps of two seconds; evaluations do not count."""
+    clock = [0.0]
+
+    def lasting(seconds, work):
+        def timed(*args):
+            clock[0] += seconds
+            return work(*args)
+        return timed
+    monkeypatch.setattr(train, 'time', SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(train, 'train_step', lasting(2, train.train_step))
+    monkeypatch.setattr(train, 'evaluate', lasting(100, train.evaluate))
+    tiny('--max_iters=3', '--eval_interval=1', '--gradient_accumulation_steps=3')
+    rates = [r['tokens_per_s'] for r in read_log(tmp_path / 'run') if 'loss' in r]
+    assert rates == [2 * 3 * 32 / 2] * 3
+
+
 def test_checkpoints_by_words(tiny, tmp_path):
-    at = '--checkpoint_words=[100, 200, 1e3]'
+    at = '--checkpoint_words=[100, 101, 200, 1e3]'       # a step may pass two of them
     tiny('--max_iters=12', at, "--eval_data=['toy_lingo', 'toy_stories']")
     scored = [list(r['val']) for r in read_log(tmp_path / 'run') if 'val' in r]
     assert scored == [['toy_lingo', 'toy_stories']] * 2
     kept = sorted(p.name for p in (tmp_path / 'run').glob('ckpt_*'))
-    assert kept == ['ckpt_100.pt', 'ckpt_200.pt']
+    assert kept == ['ckpt_100.pt', 'ckpt_101.pt', 'ckpt_200.pt']
     words = [load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept]
-    assert 100 <= words[0] < 200 <= words[1] < 300
+    assert 100 <= words[0] == words[1] < 200 <= words[2] < 300
     tiny('--max_iters=14', at, '--resume')               # those of before stay what they are
     assert [load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept] == words
 
@@ -480,7 +497,7 @@ def test_finished_runs_are_not_lost(tiny, tmp_path):
     (out / 'ckpt.pt').rename(out / 'ckpt_1M.pt')         # weights kept, the rest deleted
     assert '--overwrite' in tiny('--max_iters=3', code=2).stderr and (out / 'ckpt_1M.pt').exists()
     tiny('--max_iters=2', '--overwrite')
-    assert list(losses(out)) == [1, 2]
+    assert list(losses(out)) == [1, 2] and not (out / 'ckpt_1M.pt').exists()
 
 
 # ---- Processes ----------------------------------------------------------------------------------

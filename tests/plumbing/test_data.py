@@ -151,6 +151,13 @@ def test_streams_over_several_sets():
     assert abs(share - 0.75) < 0.02
 
 
+def test_the_steps_of_a_stream_are_spread_evenly():
+    """One of a, of two rows, stands in the middle of four of b."""
+    d = data(dict(a=np.arange(1000)), stream=True, batch_size=2)
+    order = d.take_turns([[np.arange(2)], [np.arange(100, 108)]])
+    assert order.reshape(-1, 2).tolist() == [[100, 104], [101, 105], [0, 1], [102, 106], [103, 107]]
+
+
 def test_byte_chunks_are_aligned_and_padding_is_no_target():
     tokens = np.tile([1, 2, 256, 258], 100)              # slots of 4, padding 258
     c = corpus(dict(a=tokens))
@@ -198,10 +205,13 @@ def test_bits_per_byte_of_a_uniform_model():
     """log2(V) * tokens / bytes, end-of-text scored but without bytes; the last window's filler is none."""
     class Uniform(torch.nn.Module):
         def forward(self, x, y, reduction):
+            assert not self.training
             return None, torch.where(y >= 0, math.log(100.0), 0.0), {}
     tokens = torch.randint(0, 100, (1001,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     lengths = torch.tensor([0] + [i % 5 + 1 for i in range(99)])  # end-of-text is 0
-    got = score_batches(Uniform(), val_batches(tokens, 64, 4, -1), lengths, machine())
+    model = Uniform()
+    got = score_batches(model, val_batches(tokens, 64, 4, -1), lengths, machine())
+    assert model.training                                # as it was
     n_bytes = lengths[tokens[1:].long()].sum().item()
     assert math.isclose(got['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
     assert math.isclose(got['loss'], math.log(100), rel_tol=1e-6)
@@ -288,9 +298,10 @@ def test_tokens_that_no_tokenizer_has(tmp_path, data_dir):
     copy = tmp_path / 'toy_math'
     shutil.copytree(data_dir / 'toy_math', copy)
     tokens = np.fromfile(copy / 'val.bin', np.uint16)
-    tokens[7] = 60000
+    n_vocab = json.loads((copy / 'meta.json').read_text())['tokenizer']['vocab_size']
+    tokens[7] = n_vocab                                  # the first that it does not have
     tokens.tofile(copy / 'val.bin')
-    with pytest.raises(UserError, match='val.bin holds token 60000, which its tokenizer does not have'):
+    with pytest.raises(UserError, match=f'val.bin holds token {n_vocab}, which its tokenizer does not have'):
         load_bin(copy, 'val')
 
 

@@ -45,7 +45,10 @@ def test_what_may_be_resumed(machine, said):
     assert said == ['resume    learning_rate was 0.001, is now 0.5']
     for changes, message in [
             (dict(seed=7), 'reads its data with seed = 42, not 7'),
+            (dict(memory=16), 'reads its data with memory = 0, not 16'),
             (dict(surgery='widen'), "started with surgery = None, not 'widen'"),
+            (dict(surgery_args=dict(n=3)), "started with surgery_args = {}, not {'n': 3}"),
+            (dict(init_from='out/y'), "started with init_from = None, not 'out/y'"),
             (dict(model='stlm'), 'holds a model of moep.py, but this config trains stlm.py'),
             (dict(keys=dict(n_embd=16)), 'was trained with n_embd = 8, not 16')]:
         with pytest.raises(UserError, match=message):
@@ -144,7 +147,9 @@ def test_an_optimiser_that_does_not_fit(tmp_path, machine, break_it):
     ranks = [dict(random=dict(cpu=torch.get_rng_state(), device=None), memory={})]
     machine.set_random_state = lambda random: None
     folder = RunFolder(Settings(out_dir=str(tmp_path)), machine)
+    began = folder.began
     folder.restore(state(optimizer=saved, ranks=ranks), model, optimizer, {})
+    assert folder.began == began - 1.0                   # the second that the run had taken
     break_it(saved)
     with pytest.raises(UserError, match='its weights are whole, but the rest does not fit them'):
         folder.restore(state(optimizer=saved, ranks=ranks), model, optimizer, {})

@@ -33,6 +33,23 @@ def test_only_the_first_process_speaks(capsys):
     assert capsys.readouterr().out == 'from 0\n'
 
 
+def test_all_processes_fail_and_the_first_says_why():
+    with pytest.raises(UserError, match='the disk is full'):
+        Machine.fail(types.SimpleNamespace(rank=0), 'the disk is full')
+    with pytest.raises(SystemExit, match='2'):
+        Machine.fail(types.SimpleNamespace(rank=1), 'the disk is full')
+
+
+def test_memory_is_in_bytes():
+    assert Machine('cpu').memory() > 2 ** 28
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, '__version__', '2.9.1')
+    with pytest.raises(UserError, match='torch 2.9.1 is too old'):
+        Machine('cpu')
+
+
 class FakeGraph:
     """Runs the step in 'replay' and not in recording, on the tensors that it was recorded with."""
     pools, recording = [], None

@@ -7,13 +7,16 @@ import torch
 import torch.nn as nn
 
 import moep
+import papaformer
+import stlm
 import strong
 import train
 from plumbing.machine import Machine, Replay
-from plumbing.muon import MOMENTUM, QUINTIC, Muon, orthogonal, size_of
+from plumbing.muon import QUINTIC, Muon, orthogonal, size_of
 from plumbing.settings import Settings
 
 SMALL = dict(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, n_expert=4, top_k=2, dropout=0.0)
+MOMENTUM = 0.95                          # Jordan's
 KEYS = [f'--{key}={value}' for key, value in SMALL.items() if key != 'vocab_size']
 
 
@@ -84,7 +87,11 @@ def test_who_takes_what():
     """Embeddings, heads, routers and vectors are AdamW's."""
     for model, own in ((strong.Model(strong.Config(**SMALL)), {'wte', 'router'}),
                        (moep.Model(moep.Config(block_size=16, n_embd=12, n_head=2, n_embd_parallel=6)),
-                        {'wte', 'wpe', 'router'})):
+                        {'wte', 'wpe', 'router'}),
+                       (papaformer.Model(papaformer.Config(vocab_size=50, connection='gumbel1')),
+                        {'wte', 'head', 'router'}),
+                       (stlm.Model(stlm.Config(block_size=18, n_embd=32, byte_limit=8)),
+                        {'wte', 'position'})):
         names = {p: name for name, p in model.named_parameters()}
         s = Settings(optimizer='muon', muon_rate=7.0)
         groups = train.make_optimizer(model, s, Machine('cpu')).param_groups

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,7 @@ def track(tmp_path, data_dir, monkeypatch):
         if done.returncode:
             raise UserError(done.stderr)
     monkeypatch.setattr(arena, 'call', call)
+    monkeypatch.setattr(arena, 'RESULTS', tmp_path / 'results')  # a test that fails leaves docs/ alone
     return called
 
 
@@ -185,6 +187,19 @@ def test_changed_code_is_told(track, go, tmp_path, monkeypatch, imports):
         assert told in go('mine.py', '--seeds=1').stdout
 
 
+def test_older_results_have_no_checksum(capsys):
+    entries.check_kept(dict(configs=[1], checksum=2), [dict(configs=[1]), {}], 'there')
+    assert capsys.readouterr().out == ''
+
+
+def test_a_stage_that_was_saved_is_a_run_that_began(tmp_path):
+    (tmp_path / 'entry.json').write_text('{"configs": []}')
+    assert entries.began_as(tmp_path) == {}              # nothing to resume
+    (tmp_path / '1_path').mkdir()
+    (tmp_path / '1_path/ckpt.pt').touch()
+    assert entries.began_as(tmp_path) == dict(configs=[])
+
+
 def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
     """Nothing was made of it, so it can be corrected under its name."""
     (tmp_path / 'toy/bad.py').write_text(TINY + "aux_weights = dict(nothing=1.0)\n")
@@ -239,9 +254,40 @@ def test_stages_are_added_up(track, go, tmp_path):
     cost = sum(run['flops_per_token'] * n for run, n in zip(runs, tokens))
     assert kept['flops_per_token'] == pytest.approx(cost / sum(tokens))
     assert kept['minutes'] == pytest.approx(sum(run['minutes'] for run in runs))
+    seconds = sum(n / run['tokens_per_s'] for run, n in zip(runs, tokens))
+    assert kept['tokens_per_s'] == pytest.approx(sum(tokens) / seconds)
     assert kept['parameters'] == runs[2]['parameters'] and len(kept['commands']) == 3
     assert kept['loss'] == runs[2]['loss']
     assert 'composed is in neither class' in text
+
+
+def test_what_a_run_cost(tmp_path):
+    """Read from its log: the median speed, the time and the scores of the end, the window it was given."""
+    config = dict(vocab_size=40, block_size=32, n_layer=1, n_head=1, n_embd=8, n_parallel=0)
+    about = dict(device='cpu', torch='2', command='train.py x', parameters=70, active=50, steps=6,
+                 tokens_per_step=48, settings=dict(model='moep', seq_len=16), config=config)
+    val = lambda loss, bits: dict(toy_stories=dict(loss=loss, bits_per_byte=bits))
+    lines = [dict(run=about), dict(seconds=1.0, val=val(9.0, 8.0)), *(dict(loss=3.0, tokens_per_s=n) for n in
+             (10, 90, 30)), dict(seconds=120.0, val=val(2.0, 1.5)), dict(run=dict(about, command='again'))]
+    (tmp_path / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    assert arena.read_run(tmp_path) == dict(
+        device='cpu', torch='2', command='python train.py x', parameters=70, active=50, tokens=6 * 48,
+        flops_per_token=6 * 50 + 6 * 8 * 16, tokens_per_s=30, minutes=2.0, loss=2.0, bits_per_byte=1.5)
+
+
+def test_every_mode_is_scored(tmp_path, monkeypatch):
+    def call(script, folder, *args):
+        given = dict(zip(args[::2], args[1::2]))
+        given['--json'].write_text(json.dumps(dict(runs=[dict(overall=len(given['--mode']))])))
+    monkeypatch.setattr(arena, 'call', call)
+    assert arena.score_pairs(tmp_path, tmp_path) == dict(harness=7, babylm2025=10)
+
+
+def test_a_sweep_of_what_counts_epochs(track, go, tmp_path):
+    (tmp_path / 'toy/mine.py').write_text(TINY.replace('max_iters = 6', 'epochs = 0.0015'))
+    go('mine.py', '--sweep=learning_rate=1e-3')
+    result, = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text()).values()
+    assert '--seed=1 ' in result['commands'][0] and '--epochs=0.0005 ' in result['commands'][0]
 
 
 def test_a_sweep(track, go, tmp_path):
@@ -277,8 +323,10 @@ def test_a_sweep(track, go, tmp_path):
     (['empty'], 'a config for each stage'),
     (['large.py'], 'toy/large.py has 0.03M parameters and takes 0.21M FLOPs per token; an entry has 0.017M'),
     (['math.py'], 'toy/math.py reads toy_math; the track toy reads toy_stories alone'),
+    (['scored.py'], "the track toy reads toy_stories alone"),
     (['short.py'], 'toy/short.py reads windows of 16 tokens; the track toy has 32'),
     (['long.py'], 'toy/long.py reads 0.00M tokens; the track toy has 0.000384M'),
+    (['twice.py'], 'toy/twice.py reads 0.00M tokens; the track toy has 0.000384M'),
     (['mine.py', 'other/toy/mine.py'], 'two entries are named mine'),
     (['only_baby.py'], 'none of these has a config of the track toy'),
     (['wrong.py'], "toy/wrong.py: unknown key 'n_embed'"),
@@ -300,6 +348,8 @@ def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
     for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
                            ('wrong', 'n_embd', 'n_embed'), ('short', '32', '16'),
                            ('long', 'max_iters = 6', 'max_iters = 7'), ('../only_baby', '', ''),
+                           ('scored', 'n_layer = 1', "n_layer = 1\neval_data = 'toy_math'"),
+                           ('twice', 'max_iters = 6', 'max_iters = 6\ngradient_accumulation_steps = 2'),
                            ('../other/toy/mine', '', '')):
         path = tmp_path / 'toy' / f'{name}.py'
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,6 +388,19 @@ def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
     text = go('only_baby.py', 'mine.py', '--seeds=1').stdout
     assert 'only_baby is left out: there is no toy/only_baby.py' in text
     assert track == scripts(('mine', 'mine_1'))
+
+
+def test_attention_by_hand():
+    """The width of all heads that a token's queries have, in all layers."""
+    size = dict(n_layer=4, n_embd=16)
+    for name, keys, width in (
+            ('moep', dict(n_parallel=3, n_block=4, n_embd_parallel=6), 4 * 16 + 3 * 4 * 6),
+            ('papaformer', dict(n_parallel=3, path_embd=[4, 8]), 4 * 16 + 3 * (4 + 8)),
+            ('moduleformer', dict(top_k=2, d_att=8), 4 * 2 * 8),
+            ('selfmoe', {}, 4 * 16), ('stlm', {}, 4 * 16), ('strong', {}, 4 * 16),
+            ('stlm_depth', dict(capacity=0.25, route_every=2), 2 * 16 + 2 * 16 / 16)):   # 1/4 reads 1/4
+        cost = flops.training_flops(name, SimpleNamespace(**size, **keys), 100, 10)
+        assert cost == 6 * 100 + 6 * width * 10, name
 
 
 def test_a_model_whose_attention_is_not_known(monkeypatch):
