@@ -166,10 +166,18 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
 
 @pytest.mark.parametrize('imports', ['from arena.parts import x', 'from arena import parts',
                                      'import arena.parts'])
-def test_changed_code_is_told(track, go, tmp_path, monkeypatch, imports):
+def test_the_code_that_an_entry_imports(tmp_path, monkeypatch, imports):
+    monkeypatch.setattr(entries, 'ROOT', tmp_path)
+    (tmp_path / 'arena').mkdir()
+    (tmp_path / 'mine.py').write_text(imports)
+    (tmp_path / 'arena/parts.py').write_text('x = 1')
+    assert entries.read_code('mine').endswith('x = 1')
+
+
+def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
     """Also that of a file it imports. Results stay, with a line about it; a comment is no change."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
-    (tmp_path / 'moep.py').write_text(imports + '\nimport torch\nfrom math import pi\n')
+    (tmp_path / 'moep.py').write_text('from arena.parts import x\nimport torch\nfrom math import pi\n')
     code = tmp_path / 'arena/parts.py'
     code.parent.mkdir()
     code.write_text('x = 1\n')
