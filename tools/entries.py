@@ -3,7 +3,9 @@ The arena's entries: found, held to the rules, and told from what they were when
 """
 
 import ast
+import io
 import json
+import tokenize
 import zlib
 from pathlib import Path
 
@@ -93,15 +95,22 @@ def identify(stages, swept=None):
 
 
 def read_code(name):
-    """The code of a model file and of those that it imports, without comments and docstrings."""
+    """The code of a model file and of those that it imports, without comments, docstrings and empty
+    lines: the same text with every version of Python."""
     path = ROOT / f"{name.replace('.', '/')}.py"
     if not path.exists():
         return ''
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            del node.body[0]
-    code = ast.unparse(tree)
+    text = path.read_text(encoding='utf-8')
+    lines = text.split('\n')
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    tree = ast.parse(text)
+    for node in ast.walk(tree):                          # docstrings: statements that are a string
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, 'value', None), str):
+            lines[node.lineno - 1:node.end_lineno] = [''] * (node.end_lineno - node.lineno + 1)
+    code = '\n'.join(filter(None, map(str.rstrip, lines)))
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             names = [str(node.module), *[f'{node.module}.{alias.name}' for alias in node.names]]

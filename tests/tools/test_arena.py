@@ -174,6 +174,23 @@ def test_the_code_that_an_entry_imports(tmp_path, monkeypatch, imports):
     assert entries.read_code('mine').endswith('x = 1')
 
 
+def test_what_counts_as_code(tmp_path, monkeypatch):
+    """The text itself, since what Python makes of it differs between versions."""
+    monkeypatch.setattr(entries, 'ROOT', tmp_path)
+    (tmp_path / 'mine.py').write_text('''"""A file.
+    # of two lines"""
+
+def f(x): ...           # does nothing
+
+
+class A:
+    """One."""
+    name = f"# {'a'!r}"     \n''')
+    assert entries.read_code('mine') == '''def f(x): ...
+class A:
+    name = f"# {'a'!r}"'''
+
+
 def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
     """Also that of a file it imports. Results stay, with a line about it; a comment is no change."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
