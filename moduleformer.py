@@ -28,7 +28,8 @@ Departures from the paper, and gaps it leaves:
   1. Each loss is summed over all 2 * n_layer routers, `rout_reg` (Eq. 10) too.
 - "Previous batch" (section 3.2) is read as the previous segment of the same text (`train.py
   --stream --memory=T`): a direct context of 2T (section 5.1), N_L*T through N_L layers (3.2).
-- Not in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`.
+- Not in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`, dropout
+  (0 unless you set it: ten epochs of little text overfit without it, docs/arena.md).
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner width
@@ -64,6 +65,7 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
+    dropout: float = 0.0           # on embeddings and on what both pools add
     query_block: int = 128         # tokens whose attention weights are in memory at one time
     sparse: bool = True            # False: compute every module for every token, to compare
 
@@ -77,6 +79,8 @@ class ModuleFormerConfig:
                 raise ValueError(f'{name} lists {len(number)} layers, n_layer is {self.n_layer}')
             if min(self.per_layer(number)) < self.top_k:
                 raise ValueError(f'{name} = {number} is less than top_k = {self.top_k}')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
         if self.d_att % self.n_head:
             raise ValueError(f'a width of {self.d_att} cannot be split into {self.n_head} heads')
         if self.identity_kv and (self.d_att != self.n_embd or self.n_head > 1):
@@ -226,12 +230,13 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
         self.att, self.ffd = AttentionModules(config, layer, router), FFNModules(config, layer, router)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache):
         y, att_losses = self.att(self.ln_1(x), cache)
-        x = x + y
+        x = x + self.dropout(y)
         y, ffd_losses = self.ffd(self.ln_2(x))
-        return x + y, [*att_losses.items(), *ffd_losses.items()]
+        return x + self.dropout(y), [*att_losses.items(), *ffd_losses.items()]
 
 
 class ModuleFormer(nn.Module):
@@ -240,6 +245,7 @@ class ModuleFormer(nn.Module):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, i, self.router) for i in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
@@ -259,7 +265,7 @@ class ModuleFormer(nn.Module):
 
     def features(self, idx, cache=None):
         """(B, T) token ids, any T -> final-norm states (B, T, D), losses summed over routers."""
-        x = self.wte(idx)                                # (B, T, D)
+        x = self.dropout(self.wte(idx))                  # (B, T, D)
         aux = {}
         for block in self.blocks:
             x, losses = block(x, cache)
@@ -364,9 +370,12 @@ def rebuild_with(model, state, **changes):
 def count_usage(model, batches):
     """{layer: (E,) tokens that took each module}; a token with a target of -1 does not count."""
     usage = {}
+    was_training = model.training
+    model.eval()
     for idx, targets in batches:
         for layer, gate in model.routes(idx).items():
             usage[layer] = usage.get(layer, 0) + (gate != 0)[targets >= 0].sum(0)
+    model.train(was_training)
     return usage
 
 

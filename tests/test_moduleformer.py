@@ -661,11 +661,26 @@ SIZES = ['vocab_size', 'block_size', 'n_layer', 'n_embd', 'd_att', 'n_head', 'd_
     *[({name: 0}, name) for name in SIZES], (dict(n_head=3), 'heads'), (dict(top_k=5), 'top_k'),
     (dict(n_att=[4]), 'n_att'), (dict(n_ffd=[4, 4, 4]), 'n_ffd'), (dict(n_att=[1, 4]), 'n_att'),
     (dict(n_ffd=[4, 1]), 'n_ffd'), (dict(new_att=-1), 'new_att'), (dict(new_ffd=-1), 'new_ffd'),
+    (dict(dropout=1.0), 'dropout'), (dict(dropout=-0.1), 'dropout'),
     (dict(identity_kv=True), 'identity_kv'), (dict(WIDE, n_head=2), 'identity_kv')], ids=str)
 def test_config_errors(wrong, word):
     ModuleFormerConfig(**SMALL)
     with pytest.raises(ValueError, match=word):
         ModuleFormerConfig(**{**SMALL, **wrong})
+
+
+def test_dropout_places():
+    """On the embeddings and on what each pool adds, in training only; usage is counted without it."""
+    model, x, seen = make(dropout=0.5), tokens(), []
+    plain = make()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, args, out: seen.append((out == 0).any().item()))
+    assert not torch.equal(model(x)[0], model(x)[0]) and seen == [True] * 2 * (1 + 2 * 2)
+    usage = count_usage(model, [(x, x)])
+    assert model.training and not any(seen[10:])
+    assert all(torch.equal(usage[name], count) for name, count in count_usage(plain, [(x, x)]).items())
+    assert torch.equal(model.eval()(x)[0], plain(x)[0])
 
 
 # ---- Precision, compilation ----------------------------------------------------------------------

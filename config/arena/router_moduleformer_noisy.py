@@ -13,13 +13,14 @@ n_ffd = 8
 d_ffd = 192
 top_k = 2
 d_router = 64
+dropout = 0.1
 aux_weights = dict(mi=0.01)
 
 stride = 128                    # the budget of all entries
 epoch_words = 10e6
 epochs = 10
 batch_size = 64
-learning_rate = 1e-3            # not swept yet
+learning_rate = 2e-3            # not swept itself: the best for moduleformer_no_dropout
 min_lr = 0.0
 warmup_iters = 100
 weight_decay = 0.1
