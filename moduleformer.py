@@ -370,12 +370,12 @@ def rebuild_with(model, state, **changes):
 def count_usage(model, batches):
     """{layer: (E,) tokens that took each module}; a token with a target of -1 does not count."""
     usage = {}
-    was_training = model.training
-    model.eval()
-    for idx, targets in batches:
-        for layer, gate in model.routes(idx).items():
-            usage[layer] = usage.get(layer, 0) + (gate != 0)[targets >= 0].sum(0)
-    model.train(was_training)
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)      # at the end of `with`: as it was
+        model.eval()
+        for idx, targets in batches:
+            for layer, gate in model.routes(idx).items():
+                usage[layer] = usage.get(layer, 0) + (gate != 0)[targets >= 0].sum(0)
     return usage
 
 
