@@ -17,8 +17,8 @@ removes those that a domain does not use, once the `concentration` loss has made
 
 What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. The last
 section, "Fast paths", can be skipped: a comment beside each use says in plain code what it does.
-Measured (40M words of BabyLM-style text, one H200, three seeds): 3.436 nats per token, BLiMP 69.3;
-a dense model of equal active size has 3.385 and 66.6 (docs/results.md).
+Measured (40M words of BabyLM-style text, one H200, three seeds): 3.437 nats per token, BLiMP 69.6;
+a dense model of equal active size has 3.384 and 66.2 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 3 has no scale. We divide z by sqrt(d), and let a module have heads; so does IBM's release.
