@@ -16,7 +16,7 @@ makes the arithmetic that of the dense model: (top_k + n_shared) * width = 4 * n
 What to look at first: `Block.forward`, then `Experts.forward`. "Fast paths", the last section, can
 be skipped: where it is used, a comment says in plain code what it computes.
 Measured on the toy stories (0.5M tokens, three seeds, each at the best rate of its sweep): loss
-1.194; with Muon 1.206, no difference; GPT-2 1.245. On BabyLM-style text, three seeds: 1.257 bits per
+1.194; with Muon 1.206, no difference; GPT-2 1.245. On BabyLM-style text, three seeds: 1.256 bits per
 byte, with Muon 1.233 (docs/arena.md).
 
 Choices, and their reasons:
