@@ -10,18 +10,18 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
         --out_dir=out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
-(E, in, out), of which every expert gets factors of its own. The vocabulary's head is left out: a
-module of that name, or a weight that two modules share. B starts at zero, so that an adapted model
-begins as exactly the model it was.
+(E, in, out), in which every expert gets its own A and B. The vocabulary's head is left out: a
+module named `head`, or a weight that two modules share. B starts at zero, so that an adapted model
+starts as exactly the model it was.
 
-What to look at first: `LowRank.forward`. The change is added to the weight each time the weight is
-read, not to the map's output: stacked experts have no module that could be wrapped, their rows pass
-through one grouped matrix product. Names stay as they are: `qkv.weight` is the frozen weight,
-`qkv.lora.weight.a` is new beside it.
+What to look at first: `LowRank.forward`. The change is added to the weight whenever the weight is
+read, not to the map's output, because stacked experts have no module that could be wrapped: their
+rows pass through one grouped matrix product. Names stay as they are: `qkv.weight` is the frozen
+weight, `qkv.lora.weight.a` is new beside it.
 
-A departure: the original drops inputs of the adapter at random for each token. A sum of weights is
-the same for all tokens, so here an input channel is dropped for a whole forward pass (of each map,
-and of each expert, separately).
+A departure: the original drops inputs of the adapter at random for each token. Here the change is
+part of a weight, which is the same for all tokens, so an input channel is dropped for a whole
+forward pass (separately for each map and each expert).
 """
 
 import functools
@@ -51,7 +51,7 @@ class LowRank(nn.Module):
     def forward(self, weight):
         a = self.a
         if self.training and self.dropout:
-            channels = a.new_ones(*a.shape[:-1], 1)      # each in or out, for all tokens
+            channels = a.new_ones(*a.shape[:-1], 1)      # each kept or dropped, for all tokens
             a = a * F.dropout(channels, self.dropout)
         with torch.autocast(a.device.type, enabled=False):       # small, so in the weight's own precision
             change = self.scale * (a @ self.b)
@@ -60,9 +60,9 @@ class LowRank(nn.Module):
 
 @functools.cache
 def adapted_class(cls, names):
-    """A subclass of cls that reads the parameters of these names with their change added. It has no
-    state of its own, so copies of a model may share it. The parameters stay where they were, under
-    their own names and in their own order."""
+    """A subclass of cls that reads the parameters of these names with their changes added. It has
+    no state of its own, so copies of a model may share it. The parameters stay where they were,
+    under their own names and in their own order."""
     def with_change(name):
         return property(lambda module: module.lora[name](module._parameters[name]))
     properties = {name: with_change(name) for name in names}
@@ -95,9 +95,9 @@ def matches(pattern, name):
 
 def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
     """Add adapters to all linear maps but the head, and freeze everything else -> the same model,
-    changed in place. With the pattern `only`, to the maps whose full name (parallel.0.qkv,
-    last.0.fc.weight) matches it, which may include the head. Parameters whose name matches the
-    pattern `also` (as 'wte|head') are not frozen."""
+    changed in place. `only`, a pattern, restricts this to the maps whose full name (parallel.0.qkv,
+    last.0.fc.weight) matches; these may include the head. Parameters whose name matches the pattern
+    `also` (as 'wte|head') are not frozen."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters already; merge them first (merge_lora)')
     if not (isinstance(rank, int) and rank >= 1 and alpha > 0 and 0 <= dropout < 1):
@@ -128,7 +128,7 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
         module.lora = nn.ModuleDict(changes).train(module.training)
         module.__class__ = adapted_class(type(module), tuple(names))
     settings = dict(rank=rank, alpha=alpha, dropout=dropout, only=only, also=also)
-    model.adapted = [('lora.add_lora', settings)]        # how to rebuild it
+    model.adapted = [('lora.add_lora', settings)]        # how to rebuild the adapted model
     return model
 
 

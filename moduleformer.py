@@ -1,39 +1,39 @@
 """
 "ModuleFormer: Learning Modular Large Language Models From Uncurated Data" (Shen et al. 2023).
 
-A decoder whose every layer is two pools of modules: attention modules, then FFN modules. In each
-pool a router chooses K modules for each token and weights them by gates:
+A decoder in which every layer is two pools of modules: attention modules, then FFN modules. In
+each pool a router chooses K modules for each token and weights them by gates:
 
     x = x + sum_k gate_k * Attention_k(norm(x))
     x = x + sum_k gate_k * FFN_k(norm(x))
 
 An attention module has its own query and output maps. All modules of a layer share keys and
-values, so a token can attend to every earlier one, whichever modules that one took. Attention is
-*stick-breaking*: a query holds a stick of length 1 and goes back in time, and each key breaks off
-the share sigmoid(z) of what the later keys left. Of two equal matches the later one gets more, so
-the model knows order without positional embeddings, and it runs at any length.
-`insert_experts` adds modules, to learn a new domain and forget less of the old. `prune_experts`
-removes those that a domain does not use, once the `concentration` loss has made it use fewer.
+values, so a token can attend to every earlier token, whichever modules that token took. Attention
+is *stick-breaking*: a query walks back in time with a stick of length 1. Each key, by its logit z,
+breaks off the share sigmoid(z) of what the later keys left. Of two equal matches the later one gets
+more, so the model knows order without positional embeddings, and it runs at any length.
+`insert_experts` adds modules, to learn a new domain and forget less of the old one. `prune_experts`
+removes modules that a domain does not use, once the `concentration` loss has made it use fewer.
 
-What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. The last
-section, "Fast paths", can be skipped: a comment beside each use says in plain code what it does.
+What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. You can
+skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
 Measured (40M words of BabyLM-style text, one H200, three seeds): 3.437 nats per token, BLiMP 69.6;
 a dense model of equal active size has 3.384 and 66.2 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
-- Eq. 3 has no scale. We divide z by sqrt(d), and let a module have heads; so does IBM's release.
+- Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
-  information large, so we minimise Eq. 7. Its weight is not given: 0.01 in our configs.
-- The losses use the softmax before Top-K: the printed g, 0 for all but K modules, does not sum to
-  1. Each loss is summed over all 2 * n_layer routers, `rout_reg` (Eq. 10) too.
-- "Previous batch" (section 3.2) is read as the previous segment of the same text (`train.py
-  --stream --memory=T`): a direct context of 2T (section 5.1), N_L*T through N_L layers (3.2).
-- Not in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`, dropout
-  (0 unless you set it: ten epochs of little text overfit without it, docs/arena.md).
+  information large, so we minimise Eq. 7. The paper gives no weight for it: 0.01 in our configs.
+- The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
+  does not sum to 1. Every loss, also `rout_reg` (Eq. 10), is summed over all 2 * n_layer routers.
+- We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
+  --stream --memory=T`): a context of 2T directly (section 5.1), of N_L*T through N_L layers (3.2).
+- Not given in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`,
+  dropout (0 unless you set it: ten epochs of little text overfit without it, docs/arena.md).
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner width
-(d_att, d_ffd), H heads, d width of a head, Q tokens of a block. A and B in Router are the paper's.
+tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner
+width (d_att, d_ffd), H heads, d width of a head, Q tokens of a query block. Router has Eq. 2's A, B.
 """
 
 import math
@@ -44,8 +44,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 try:
-    from stick_kernels import runs, stick_breaking as fused      # one kernel each way, on a GPU
-except ImportError:                                      # without Triton, or this file copied alone
+    from stick_kernels import runs, stick_breaking as fused      # on a GPU: one kernel each way
+except ImportError:                                      # no Triton, or this file copied alone
     runs = lambda q, k, v: False
 
 
@@ -55,10 +55,10 @@ class ModuleFormerConfig:
     block_size: int = 512          # the window that is trained; the model itself runs at any length
     n_layer: int = 8               # blocks, each a pool of attention and a pool of FFN modules
     n_embd: int = 384              # D: width of the residual stream
-    n_att: int | list = 8          # attention modules of a layer; or one number per layer (pruned)
+    n_att: int | list = 8          # attention modules of a layer; a list if layers differ (pruned)
     d_att: int = 256               # width of an attention module
-    n_head: int = 4                # heads that it is split into
-    n_ffd: int | list = 16         # FFN modules of a layer, or a list likewise
+    n_head: int = 4                # heads of an attention module
+    n_ffd: int | list = 16         # FFN modules of a layer; likewise
     d_ffd: int = 768               # hidden width of an FFN module
     top_k: int = 2                 # K: modules of each pool that a token takes
     d_router: int = 256            # hidden width of a router
@@ -103,7 +103,7 @@ def stick_weights(q, k, first):
     attends to nothing. q (B, H, Q, K, d): K queries for each of Q tokens, the first at position
     `first`; k (B, H, S, d) -> logits z and weights p, both (B, H, Q*K, S)."""
     Q, K, d = q.shape[2:]
-    wide = torch.promote_types(q.dtype, torch.float32)   # bfloat16 cannot add up many keys
+    wide = torch.promote_types(q.dtype, torch.float32)   # bfloat16 is too coarse to add up many keys
     future = torch.ones(Q, k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(d)           # Eq. 3
     z = z.masked_fill(future.repeat_interleave(K, 0), -math.inf)                # sigmoid(z) = 0
@@ -112,8 +112,8 @@ def stick_weights(q, k, first):
 
 
 class Stack(nn.Module):
-    """One matrix (or vector) per module of a pool. What insert_experts adds is a parameter of its own, so
-    that the old can be frozen: with zero gradients, weight decay and momentum would still move it."""
+    """One matrix (or vector) per module of a pool. Inserted modules are a parameter of their own,
+    so that the old one can be frozen: zero gradients would not stop weight decay and momentum."""
     def __init__(self, n, n_new, *shape):
         super().__init__()
         self.n_modules = n + n_new
@@ -133,7 +133,7 @@ class Router(nn.Module):
         self.top_k = config.top_k
         self.sparse = config.sparse
         self.B = nn.Linear(config.n_embd, config.d_router, bias=False)
-        self.A = Stack(n, n_new, config.d_router)        # a row for each module, its embedding
+        self.A = Stack(n, n_new, config.d_router)        # one row per module: its embedding
 
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
@@ -143,15 +143,15 @@ class Router(nn.Module):
             prob_NE = log_prob_NE.exp()
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
         gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        if not self.sparse:                             # all E modules, the others with a gate of 0
+        if not self.sparse:                             # all E modules; a gate of 0 if not chosen
             gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
         return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
     def losses(self, prob_NE, log_prob_NE):
-        """What minimising does. `mi` (pretraining): the pool uses all modules, H(m) is high, and a
-        token is sure of its own, H(m|x) is low. (Without the first all would share one module, without
-        the second nobody would choose.) `concentration` (before pruning): the pool uses few modules.
+        """What minimising does. `mi` (pretraining): the pool uses all modules (high H(m)), but a token
+        is sure of its own (low H(m|x)). Without the first, all tokens would share one module; without
+        the second, none would choose. `concentration` (before pruning): the pool uses few modules.
         `rout_reg` (after insertion): new modules have small embeddings A', so logits near 0."""
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
@@ -177,7 +177,7 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(choice_NK, self.q.n_modules)            # only the chosen make queries
+        rows = Dispatch(choice_NK, self.q.n_modules)            # only chosen modules make queries
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
@@ -190,7 +190,7 @@ class AttentionModules(nn.Module):
         return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
-        """(B, H, S, d) each. A cache is read and extended. As memory (section 3.2) it is detached."""
+        """(B, H, S, d) each. A cache is read and extended. (Section 3.2's memory: a detached cache.)"""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v)]
         if cache is not None:
@@ -204,7 +204,7 @@ class AttentionModules(nn.Module):
 
 
 class FFNModules(nn.Module):
-    """Sparse mixture of D -> d_ffd -> D experts. No token is dropped, however many choose one."""
+    """Sparse mixture of D -> d_ffd -> D experts. No token is dropped, however many choose the same."""
     def __init__(self, config, layer, router):
         super().__init__()
         n = config.per_layer(config.n_ffd)[layer]
@@ -253,7 +253,7 @@ class ModuleFormer(nn.Module):
 
     def init_weights(self):
         """Standard deviations: 1/sqrt(fan-in) for maps, less for those that add to the residual
-        stream; 0.02 for head and embeddings, A too: all modules start about equally likely."""
+        stream; 0.02 for head, embeddings and A: all modules start about equally likely."""
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
             if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in)
@@ -285,7 +285,7 @@ class ModuleFormer(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. There is no limit: the cache grows."""
+        """Continue (B, T) prompts; call eval() first. There is no length limit: the cache grows."""
         cache, new = [], idx                             # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
             logits = self(new, cache=cache)[0][:, -1].float()
@@ -300,7 +300,7 @@ class ModuleFormer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, modules)}: the gates as multiplied in, 0 where a token did not go."""
+        """{layer: (B, T, modules)}: the gates that multiply the outputs, 0 if not chosen."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -315,11 +315,11 @@ class ModuleFormer(nn.Module):
 
     def count_params(self):
         """Total, and active: what multiplies a token. The head counts, the embedding does not. Of a
-        pool, the router counts and K modules do, with their adapters (lora.py) if there are any."""
+        pool, the router and K modules count, with adapters (lora.py) if there are any."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
-            if isinstance(stack, Stack) and not name.endswith('.A'):  # every row of A scores
+            if isinstance(stack, Stack) and not name.endswith('.A'):  # A is used whole
                 size = sum(p.numel() for p in stack.parameters())
                 idle += size - size * self.config.top_k // stack.n_modules
         return total, total - idle
@@ -328,10 +328,10 @@ class ModuleFormer(nn.Module):
 # ---- Surgery: modules come and go ----------------------------------------------------------------
 
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
-    """Section 4.3: add random modules to every layer and freeze the rest. Only the new ones and their
-    embeddings A' train (`partial`, for new data alone); with `full` (old and new data mixed) also A, B,
-    token embedding and head. Tokens choose the new modules at once, untrained as they are, and the
-    loss rises. Eq. 10 limits that, but A' = 0 still means a logit of 0, above negative ones."""
+    """Section 4.3: add random modules to every layer and freeze the rest. With `partial` (new data
+    alone) only the new modules and their embeddings A' train; with `full` (old and new data mixed)
+    also A, B, token embedding and head. At first the loss rises: tokens choose new modules that are
+    still untrained. Eq. 10 limits that, but even A' = 0 is a logit of 0, above negative ones."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
@@ -359,7 +359,7 @@ def absorb_inserted(model):
 
 
 def rebuild_with(model, state, **changes):
-    """A model with a changed config and these weights. What they lack stays random."""
+    """A new model: the config with `changes`, the weights of `state`. Other weights stay random."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
     new = ModuleFormer(replace(model.config, **changes)).to(model.wte.weight)
@@ -371,7 +371,7 @@ def count_usage(model, batches):
     """{layer: (E,) tokens that took each module}; a token with a target of -1 does not count."""
     usage = {}
     with ExitStack() as stack:
-        stack.callback(model.train, model.training)      # at the end of `with`: as it was
+        stack.callback(model.train, model.training)      # restores the mode after `with`
         model.eval()
         for idx, targets in batches:
             for layer, gate in model.routes(idx).items():
@@ -390,10 +390,10 @@ class PruneTable(list):
 
 
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
-    """Sections 4.2 and 5.3: remove modules whose frequency, divided by the largest of their pool
-    (`max`) or the sum (`sum`), is below the threshold, but never the K most frequent. `usage` is
-    what count_usage returns; without it, `batches` are counted. The softmax then runs over fewer
-    modules, so their gates rise. Nothing is frozen in the result -> (model, PruneTable)."""
+    """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
+    frequency, divided by the largest of its pool (`max`) or by their sum (`sum`), is below the
+    threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`
+    are counted. The softmax then has fewer modules, so gates rise. Nothing is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):
@@ -428,7 +428,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Dispatch:
-    """N tokens with K modules each, as R = N*K rows sorted by module: one contiguous group each."""
+    """N tokens with K modules each, as R = N*K rows sorted by module: a module's rows are contiguous."""
     def __init__(self, choice_NK, n_modules):
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_modules)
         self.row_NK = self.row.view_as(choice_NK)
@@ -450,8 +450,8 @@ class Dispatch:
 
 
 class StickBreaking(torch.autograd.Function):
-    """stick_weights(q, k, S - T)[1] @ v in blocks of `size` tokens, which leave out later keys.
-    Backward computes the weights again: memory holds B*H*size*K*S of them, not B*H*T*K*S."""
+    """stick_weights(q, k, S - T)[1] @ v for `size` tokens at a time, without the keys after them.
+    Backward computes the weights again, so memory holds B*H*size*K*S of them, not B*H*T*K*S."""
     @staticmethod
     def forward(ctx, q, k, v, size):
         ctx.save_for_backward(q, k, v)
@@ -466,7 +466,7 @@ class StickBreaking(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """By d log p_i / dz_j, which is 1 - sigmoid(z_i) for j = i and -sigmoid(z_j) for later keys j,
+        """d log p_i / dz_j is 1 - sigmoid(z_j) for j = i, and -sigmoid(z_j) for later keys j. So
         dL/dz_j = g_j - sigmoid(z_j) * sum_{i<=j} g_i, where g_i = p_i * dL/dp_i."""
         q, k, v = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)      # blocks are summed in float32
@@ -486,8 +486,8 @@ class StickBreaking(torch.autograd.Function):
 
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
-    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
+    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
+    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -497,8 +497,8 @@ def order_by_choice(choice_NK, n_choices):
 
 
 class Gather(torch.autograd.Function):
-    """x[index]. The gradient is gathered as well, where torch would add it up row by row:
-    readers (M, J) names the rows of the result that read each of x's M rows; -1 is none."""
+    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
+    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
     @staticmethod
     def forward(ctx, x, index, readers):
         ctx.save_for_backward(readers)
@@ -512,8 +512,8 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
-    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
+    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -528,7 +528,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
+    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -5,20 +5,20 @@ A GPT-2 whose middle layers have half the width and P small blocks each, of whic
 
     Layer Block -> MoE shrink -> [Parallel Layer: P small blocks] x N -> MoE grow -> Layer Block
 
-A linear router chooses K blocks for each token, or in shrink and grow K experts. It weights them by
-their softmax probabilities, renormalised to sum to 1. A block's attention reads *all* earlier
-tokens, whether or not they chose it: otherwise it would read a text full of holes. So attention is
-computed in all P blocks, but output projection and FFN only in the K that were chosen.
+For each token a linear router chooses K of the blocks (in shrink and grow: K of E experts). It
+weights them by their softmax probabilities, renormalised to sum to 1. A block's attention reads
+*all* earlier tokens, whether or not they chose the block: otherwise it would read a text full of
+holes. So attention is computed in all P blocks, output projection and FFN only in the chosen K.
 
-What to look at first: `Router.forward`, then `ParallelLayer.forward`. "Fast paths", the last
-section, can be skipped: where it is used, a comment says in plain code what it computes.
-Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 3.343 (docs/results.md).
+What to look at first: `Router.forward`, then `ParallelLayer.forward`. You can skip the last
+section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
+Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 has 3.343 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
-- The printed balance loss -sum p log p, minimised, rewards collapse. The default is the Switch form
+- Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch form
   that the release uses. `entropy` flips the printed sign, `printed` is the formula as it is.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
-- That the sum is weighted and that attention reads all tokens is our reading (docs/moep.md).
+- It is our reading that the sum is weighted and that attention reads all tokens (docs/moep.md).
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
 P blocks, E choices of a router, K chosen per token, R = N*K rows sorted by choice, F hidden width.
@@ -72,7 +72,7 @@ class MoEPConfig:
 
 class Router(nn.Module):
     """Scores E choices per token, keeps the best K -> gates (N, K), choices (N, K), balance loss.
-    A token's K choices differ, its gates sum to 1: ParallelLayer relies on both. There is no noise."""
+    A token's K choices differ, and its gates sum to 1: ParallelLayer relies on both. It adds no noise."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -86,7 +86,7 @@ class Router(nn.Module):
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         balance = self.balance_loss(prob_NE, choice_NK)
-        if not self.config.sparse:                      # all E choices, the others with a gate of 0
+        if not self.config.sparse:                      # all E choices; a gate of 0 if not chosen
             gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
         return gate_NK, choice_NK, balance
@@ -94,7 +94,7 @@ class Router(nn.Module):
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
         p_E = prob_NE.mean(0)                           # "average routing probability over a batch"
-        if self.config.balance == 'switch':             # E sum f_i p_i: from 1 (balanced) to E/K
+        if self.config.balance == 'switch':             # E sum f_i p_i: 1 if balanced, at most E/K
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
             f_E = chosen_NE.mean(0) / choice_NK.size(1)  # share of all N*K picks, no gradient
             return len(p_E) * (f_E * p_E).sum()
@@ -105,24 +105,24 @@ class Router(nn.Module):
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
         out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
-    A block returns x plus what it adds; the gates sum to 1. So this is x plus a gated sum of that."""
+    A block returns x plus an update. The gates sum to 1, so out is x plus the gated updates."""
     def __init__(self, config, layer, router=Router):
         super().__init__()
         P, D = config.n_block, config.n_embd_parallel
         self.config = config
         self.layer = layer
         self.router = router(D, P, config)
-        # The P blocks are stacked. train.py does not decay what is named ...gain or ...bias.
+        # The P blocks' weights are stacked. train.py decays none whose name ends in gain or bias.
         self.ln_1_gain, self.ln_1_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.ln_2_gain, self.ln_2_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
         self.qkv, self.qkv_bias = linear_stack(P, D, 3 * D)
         self.proj, self.proj_bias = linear_stack(P, D, D)
-        self.fc, self.fc_bias = linear_stack(P, D, (8 if config.swiglu else 4) * D)     # gate and up
+        self.fc, self.fc_bias = linear_stack(P, D, (8 if config.swiglu else 4) * D)  # SwiGLU: gate, up
         self.down, self.down_bias = linear_stack(P, 4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
     def attention(self, x, cache):
-        """All P * H heads at once: later tokens need the keys and values of unchosen blocks, too."""
+        """All P * H heads at once: later tokens need a block's keys and values even if it is not chosen."""
         B, T, D = x.shape
         P, H = len(self.qkv), self.config.n_head_parallel
         # Each block's LayerNorm has its own gain and bias: fold moves these into its qkv map.
@@ -138,7 +138,7 @@ class ParallelLayer(nn.Module):
         x_ND = x.flatten(0, 1)
         y_NPD = self.attention(x, cache)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        # From here on only the chosen blocks compute: R = N*K rows, one per (token, its block).
+        # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
         rows = Rows(choice_NK, n_choices=len(self.proj_bias))
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
         att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + bias
@@ -179,7 +179,7 @@ class MoE(nn.Module):
 # ---- GPT-2's own parts ---------------------------------------------------------------------------
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -243,8 +243,8 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's, but shrink and grow replace the residual stream, so each expert keeps its size:
-        1/sqrt(fan-in). A SwiGLU expert lifts the small embeddings to size 1, and brings them back."""
+        """As in GPT-2, but shrink and grow replace the residual stream, so each expert keeps the
+        stream's size: 1/sqrt(fan-in). A SwiGLU expert scales small embeddings to size 1 and back."""
         embedding = 0.02 * math.sqrt(2)                  # the size of token plus position embedding
         for name, p in self.named_parameters():
             std = 0.02
@@ -294,7 +294,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -312,7 +312,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, choices)}: the gates as multiplied in, 0 where a token did not go."""
+        """{layer: (B, T, choices)}: the gates that multiply the outputs, 0 if not chosen."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -326,7 +326,7 @@ class MoEP(nn.Module):
         return found
 
     def count_params(self):
-        """Total, and active: what a token uses; of output projections, FFNs and experts K each."""
+        """Total, and active: what a token uses: of output projections, FFNs and experts K each."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up; wte is also the head
         for name, p in self.named_parameters():
@@ -339,7 +339,7 @@ class MoEP(nn.Module):
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Rows:
-    """N tokens with K choices each as R = N*K rows, sorted by choice: a contiguous group for each."""
+    """N tokens with K choices each, as R = N*K rows sorted by choice: a choice's rows are contiguous."""
     def __init__(self, choice_NK, n_choices):
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
         self.choice_NK = choice_NK
@@ -365,14 +365,14 @@ class Rows:
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """Gain g and bias c of a LayerNorm can go into the map that follows. Then the P blocks can share
-    the normalised n, and differ in their maps alone: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
+    """Move the gain g and bias c of a LayerNorm into the map that follows, so that all P blocks can
+    share the normalised input n: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
-    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
+    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
+    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -382,8 +382,8 @@ def order_by_choice(choice_NK, n_choices):
 
 
 class Gather(torch.autograd.Function):
-    """x[index]. The gradient is gathered as well, where torch would add it up row by row:
-    readers (M, J) names the rows of the result that read each of x's M rows; -1 is none."""
+    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
+    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
     @staticmethod
     def forward(ctx, x, index, readers):
         ctx.save_for_backward(readers)
@@ -397,7 +397,7 @@ class Gather(torch.autograd.Function):
 
 
 class GroupBias(torch.autograd.Function):
-    """b[choice]. The gradient, a sum over the rows of each choice, is a matrix product."""
+    """b[choice], with a faster gradient: a matrix product sums over the rows of each choice."""
     @staticmethod
     def forward(ctx, b_EF, choice):
         ctx.save_for_backward(choice)
@@ -412,8 +412,8 @@ class GroupBias(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
-    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
+    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -428,7 +428,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
+    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -1,16 +1,16 @@
 """
 PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
 
-A language model composed of smaller ones. Narrow LLaMA-style models, the paths, are trained apart,
-each on its own kind of text. Then their layers are put side by side in the middle of a wider model,
-whose width is the sum of theirs, and that model is trained on text of all kinds:
+A language model composed of smaller ones. Narrow LLaMA-style models, the k paths, are trained
+separately, each on its own kind of text. Then their layers are put side by side in the middle of a
+wider model, whose width is the sum of theirs, and that model is trained on text of all kinds:
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> Layer Block (256)
 
 Every block of a parallel layer works on every token: unlike a sparse mixture, this saves nothing.
-What varies is the Connection, which joins their outputs. `share` concatenates them and maps them
-back to the width of a path. `gumbel1` and `gumbel2` let each token take one path's output alone, or
-a linear mix of all, as a router chooses. It reads the mix (gumbel1) or the concatenation (gumbel2).
+What varies is the Connection, which joins the blocks' outputs. `share` concatenates them and maps
+them back to the width of a path. With `gumbel1` and `gumbel2` a router chooses for each token: one
+path's output alone, or a linear mix of all. It reads the mix (gumbel1) or the concatenation (gumbel2).
 With `n_parallel=0` this file is a plain LLaMA: the paper's dense baselines, and the paths.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
@@ -21,12 +21,13 @@ Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller 
 - The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and
   9 as printed do the opposite when minimised, and leave out the mix. `intended` follows the text,
   `printed` the printed signs. `released` is what the authors' code does: Eq. 8 as intended, Eq. 9
-  as printed, both of the sampled one-hot weights. All three count the mix as one of k+1 choices.
-- In eval mode routers take the best choice, so that results repeat. The release samples there too.
-- Table 2's FFN sizes contradict its parameter counts. 8/3 of the width, rounded up to 32s, with an
-  output projection in attention, fits these within 2%. The release has 4 widths and no projection.
+  as printed, both from the sampled one-hot weights. All three count the mix as one of k+1 choices.
+- In eval mode our routers take the best choice, so that results repeat; the release still samples.
+- Table 2's FFN sizes contradict its parameter counts. An FFN of 8/3 of the width, rounded up to
+  32s, and an output projection in attention fit the counts within 2%. The release has 4 times
+  the width and no projection.
 - Section 3.4.1 has 3 Layer Blocks and 2 parallel layers; Table 2, the release and we have 2 and 3.
-- `share` also joins paths of different widths, the paper's future work: each then has its own map.
+- `share` also joins paths of different widths (the paper's future work): each then has its own map.
 - The paper gives no initialisation, the release has 0.02. Our Connections keep the stream's scale.
 
 Dimension letters: B batch, T sequence, D width (d_L: Layer Block, d': path), H heads, k paths.
@@ -48,7 +49,7 @@ class PaPaformerConfig:
     n_layer: int = 2               # full-width Layer Blocks, half of them before the parallel ones
     n_head: int = 8                # their attention heads
     n_embd: int = 256              # their width, d_L
-    ffn_hidden: int | None = None  # of SwiGLU; None: 8/3 n_embd, rounded up to a multiple of 32
+    ffn_hidden: int | None = None  # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     n_parallel: int = 3            # parallel layers; 0 makes this a plain LLaMA: a baseline, a path
     path_embd: list = field(default_factory=lambda: [128, 128])  # d' of each of the k paths
     path_head: list = field(default_factory=lambda: [4, 4])      # attention heads of each path
@@ -89,16 +90,16 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection turns the list of k outputs into one input per next block, and auxiliary losses.
+# A Connection turns the k outputs of a layer into the inputs of the next -> inputs, losses.
 
 class Share(nn.Module):
     """Share-Linear (Fig. 3): a linear map of the concatenated outputs, which all next blocks read.
-    Blocks of different widths have a map each. `widths` has one entry per next block."""
+    If next blocks differ in width, each has its own map. `widths` has one entry per next block."""
     def __init__(self, d_in, widths):
         super().__init__()
         self.n_next = len(widths)
         if len(set(widths)) == 1:
-            widths = widths[:1]                          # one map for all
+            widths = widths[:1]                          # equal widths: one map for all
         self.maps = nn.ModuleList(nn.Linear(d_in, d, bias=False) for d in widths)
 
     def forward(self, outputs):
@@ -117,7 +118,7 @@ class Gumbel(nn.Module):
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
     Training is straight-through: backward treats pi as the soft weights, so the router learns. A
-    path that was not taken gets its gradient through the mix and the router's input alone."""
+    path that was not taken gets a gradient only through the mix and through the router's input."""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -156,11 +157,12 @@ class Router(nn.Module):
 
 
 def routing_losses(logits, sampled, form):
-    """Eq. 8 and 9 over all k+1 choices. A token's entropy is high while its choice is open, the
-    load's if all choices are used alike. The text wants both high, so `intended` minimises their
-    negatives. (`released` uses one-hot samples: a token's entropy is then 0, whatever its logits.)"""
+    """Eq. 8 and 9 over all k+1 choices. Eq. 8 is a token's entropy, high while its choice is open;
+    Eq. 9 is the load's, high if all choices are used alike. The text wants both high, so `intended`
+    minimises their negatives. (`released` uses the samples: if `hard`, they are one-hot, and
+    a token's entropy is 0 whatever its logits.)"""
     pi = sampled if form == 'released' else logits.softmax(-1)            # (B, T, k+1)
-    load = pi.flatten(0, -2).mean(0)                                      # (k+1,) use of each
+    load = pi.flatten(0, -2).mean(0)                                      # (k+1,) share of each
     token_entropy = -(pi * (pi + 1e-8).log()).sum(-1).mean()              # Eq. 8; 1e-8 as released
     load_entropy = -(load * (load + 1e-8).log()).sum()                    # Eq. 9
     if form == 'intended':
@@ -182,7 +184,7 @@ class ParallelLayer(nn.Module):
         if c.connection == 'share':
             self.connection = Share(sum(c.path_embd), next_widths)
         else:
-            self.connection = Gumbel(c)                  # after the last one, grow maps to d_L
+            self.connection = Gumbel(c)                  # after the last layer, `grow` maps to d_L
 
     def forward(self, inputs, past, cache):
         outputs = [block(x, past, cache) for block, x in zip(self.blocks, inputs)]
@@ -192,8 +194,8 @@ class ParallelLayer(nn.Module):
 # ---- The LLaMA block, for Layer Blocks, parallel blocks and paths --------------------------------
 
 def rope(x, past):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
-    with position."""
+    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
+    grows with position. The first token stands at position `past`."""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
@@ -206,7 +208,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -271,7 +273,7 @@ class PaPaformer(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices with std 0.02. Connections replace the residual stream, and keep its scale."""
+        """Std 0.02. But Connections replace the residual stream, so they keep its scale: 1/sqrt(fan-in)."""
         depth = self.config.n_layer + self.config.n_parallel
         for name, p in self.named_parameters():
             std = 0.02
@@ -314,7 +316,7 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -332,7 +334,7 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, k+1)}: the weights as multiplied in, the mix last; {} for `share`."""
+        """{layer: (B, T, k+1)}: the weights pi of the paths and, last, the mix; {} for `share`."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -355,8 +357,8 @@ def compose(paths, **settings):
     """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
     width is the sum of theirs. Embedding and head are concatenated along the width, in the order of
     the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
-    new config that do not follow from the paths. Without them block_size and dropout are the largest
-    of the paths', n_head is the sum of theirs, and the others have their defaults."""
+    new config that do not follow from the paths. By default block_size and dropout are the largest
+    of the paths', n_head is the sum of theirs, and the others are the config's defaults."""
     check_paths(paths, settings)
     configs = [path.config for path in paths]
     default = dict(block_size=max(c.block_size for c in configs), dropout=max(c.dropout for c in configs),
@@ -393,10 +395,10 @@ def check_paths(paths, settings):
 
 @torch.no_grad()
 def path_usage(model, idx):
-    """Table 6 -> (B, layers): the path, from 0, that each prompt's last token uses; k is the mix.
-    With Gumbel it is the router's choice. Share has no router: take the path whose output is most
-    like the Connection's result (cosine), but not in the last layer, where widths differ.
-    Call eval() first."""
+    """Table 6 -> (B, layers): the path that each prompt's last token uses, counted from 0; k is the
+    mix. With Gumbel this is the router's choice. Share has no router: we take the path whose output
+    is most similar (cosine) to the Connection's result, and leave out the last layer, where their
+    widths differ. Call eval() first."""
     share = model.config.connection == 'share'
     if model.config.n_parallel < (2 if share else 1):
         raise ValueError('path_usage needs a model with parallel layers, at least two for share')
@@ -417,16 +419,16 @@ def path_usage(model, idx):
 
 
 def path_accuracy(choices, path):
-    """The share of (B, layers) choices that are the prompt's path (B,); the mix counts as wrong."""
+    """The share of (B, layers) choices that are their prompt's path (B,); the mix counts as wrong."""
     return (choices == path[:, None]).float().mean().item()
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
-    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
-    bias of -inf, so its probability is 0."""
+    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
+    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
+    and to read. The padding has a bias of -inf, so its probability is 0."""
     V = len(weight)
     extra = -V % 64 if x.is_cuda else 0
     bias = None

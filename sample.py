@@ -30,7 +30,7 @@ def show_next(model, tokenizer, idx, n):
 
 
 def show_routes(model, tokenizer, idx):
-    """One line per token: in each layer the choices it took."""
+    """One line per token: the choices that it took in each layer."""
     routes = model.routes(idx)
     rows = [['token', *routes]]
     for t, token in enumerate(idx[0].tolist()):
@@ -44,7 +44,7 @@ def show_routes(model, tokenizer, idx):
 
 
 def choices(gate):
-    """Those with a gate that is not 0, the heaviest first, as choice:percent."""
+    """The choices whose gate is not 0, the largest first, as choice:percent."""
     chosen = gate.nonzero().flatten().tolist()
     chosen.sort(key=lambda i: -gate[i])
     return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in chosen)
@@ -84,13 +84,13 @@ def main():
     if tokenizer.pauses and args.prompt and '\n' not in args.prompt:
         args.prompt += '\n'                      # pauses follow a line
     ids = [*tokenizer.end, *tokenizer.encode(args.prompt)]
-    slots = len(tokenizer.end)                   # of a chunk; a token is one
+    slots = len(tokenizer.end)                   # of a chunk; 1 if tokens are not chunked
     while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:
-        ids.pop()                                # leave the last chunk open to go on with
+        ids.pop()                                # leave the last chunk open, to continue it
     prompt = torch.tensor([ids], device=device)
     if args.next is not None:
         over = max(0, len(ids) - limit)
-        whole = -(-over // slots) * slots        # what is cut off in front is whole chunks
+        whole = -(-over // slots) * slots        # only whole chunks are cut off in front
         show_next(model, tokenizer, prompt[:, whole:], args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):

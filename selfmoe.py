@@ -1,37 +1,37 @@
 """
 Self-MoE (anonymous 2024, "Self-MoE: Self Mixture of Experts in between decoder layers").
 
-Take a trained LLaMA-style decoder. Let the input of every block but the first also pass around it,
-through a small gate:
+Take a trained LLaMA-style decoder. Let the input of every block B_i but the first also pass around
+the block, through a small gate G_i:
 
     h_i = B_i(h_{i-1}) + G_i(h_{i-1})        Eq. 2
 
 A gate is a D x D matrix, one weight per channel, or a single weight. It changes the block's own skip
 connection: h_{i-1} now passes with the weight I + G_i instead of I, so a negative gate can erase it.
-The "experts" are consecutive layers, the one before (through its gate) and this one. No router
-chooses, both always run, and nothing is saved. All gates start at zero, so at first the model computes
-what it did without them, but they get gradients. Then everything trains, on a new domain. After that,
-`select_gates` removes gates: it asks whether the model's own head would predict better from a layer's
-state with the gate or without. `upcycle` makes the mixture that Table 5 compares with.
+The "experts" are consecutive layers: the one before, through the gate, and this one. No router
+chooses, both always run, and nothing is saved. All gates start at zero: at first the model computes
+what it did without them, but the gates get gradients. Then everything trains, on a new domain. After
+that, `select_gates` removes gates: it asks whether the model's own head would predict better from a
+layer's state with the gate or without. `upcycle` makes the mixture that Table 5 compares with.
 
 What to look at first: `SelfMoE.states`, where Eq. 2 is computed, then `select_gates`.
 Measured on one H200: a model of 31.6M parameters, fine-tuned on math, has 2.436 nats per token
 without gates, 2.431 with matrix gates, 2.405 as a mixture (three seeds each, docs/results.md).
 
 Departures from the paper, and gaps it leaves:
-- Eq. 5 as printed removes the gates that lower perplexity and keeps the others (rule `printed`). The
-  text removes those that change it little (`changes`), Table 6 removes all gates before some layer
-  (`from_layer`). The default of `select_gates`, `improves`, keeps the gates that help.
+- Eq. 5 as printed removes the gates that lower perplexity and keeps the others (rule `printed`).
+  The text removes those that change it little (`changes`), Table 6 removes all gates before some
+  layer (`from_layer`). The default of `select_gates`, `improves`, keeps the gates that help.
 - The paper projects states through the head; we apply the final norm first, as the model does.
-  While a gate is judged, those before it stay in place. The paper calibrates on a part of the
+  While a gate is judged, the gates before it stay in place. The paper calibrates on a part of the
   training set; here the caller passes the batches.
 - The paper has n-1 gates for n blocks. That the first block has none is our reading.
 - Section 3.2's "approximately 200M" for a 7B model should be 0.52B, 31 gates of 4,096 x 4,096;
   section 4.3.2's 8.5B for Mistral with gates should be 7.8B.
 - We read Fig. 2's "mean activation" as the root mean square over channels, averaged over tokens.
-- The paper's mixture is MergeKit's, its router not described. Ours starts at random: copies that a
-  router weights equally would get equal gradients forever. Its K weights sum to 1, so the mixture
-  starts as its base, up to rounding. At K = 1 only the balance loss trains the router.
+- The paper's mixture is made with MergeKit; its router is not described. Ours starts at random: if it
+  weighted the copies equally, they would get equal gradients forever. A token's K weights sum to 1,
+  so the mixture starts as its base, up to rounding. At K = 1 only the balance loss trains the router.
 - No sliding-window attention, which Mistral has.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
@@ -55,9 +55,9 @@ class SelfMoEConfig:
     n_head: int = 8                   # query heads
     n_kv_head: int = 4                # key and value heads; n_head/n_kv_head query heads share one
     n_embd: int = 256                 # width
-    ffn_hidden: int | None = None     # of SwiGLU; None: 8/3 n_embd, rounded up to a multiple of 32
+    ffn_hidden: int | None = None     # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     gate: str = 'none'                # gates around the blocks: none | matrix | vector | scalar
-    gate_layers: list | None = None   # blocks (from 0) that have one; None: all but the first
+    gate_layers: list | None = None   # blocks (from 0) that have a gate; None: all but the first
     n_expert: int = 1                 # E: SwiGLU experts per block; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
     dropout: float = 0.0              # on attention and both residual branches
@@ -128,8 +128,8 @@ class SelfMoE(nn.Module):
             yield h, block_out, gate_out, losses
 
     def features(self, idx, cache=None):
-        """(B, T) token ids -> final-norm states (B, T, D), aux: balance loss of a mixture, summed
-        over layers; mean size of what each block and each gate returns (Fig. 2)."""
+        """(B, T) token ids -> final-norm states (B, T, D), aux. aux has a mixture's balance loss,
+        summed over layers, and the mean size of what each block and each gate returns (Fig. 2)."""
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
@@ -163,7 +163,7 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -181,7 +181,7 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """Of a mixture, {layer: (B, T, E)}: the weights as multiplied in, 0 where not chosen."""
+        """For a mixture, {layer: (B, T, E)}: the experts' weights, 0 if not chosen. Otherwise {}."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -212,8 +212,8 @@ def mean_size(h):
 # ---- The LLaMA block that gates stand around -----------------------------------------------------
 
 def rope(x, past):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
-    with position."""
+    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
+    grows with position. The first token stands at position `past`."""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
@@ -226,7 +226,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -273,7 +273,7 @@ class Block(nn.Module):
         B, T, D = x.shape
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
-        q, k, v = heads.split((n_head, n_kv_head, n_kv_head), 1)     # (B, H, T, d), k and v fewer H
+        q, k, v = heads.split((n_head, n_kv_head, n_kv_head), 1)     # (B, H, T, d); fewer heads in k, v
         dropout = self.dropout.p if self.training else 0.0
         y = attend(rope(q, past), rope(k, past), v, cache, self.layer, dropout)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
@@ -284,7 +284,7 @@ class Block(nn.Module):
 # ---- Surgery: add gates to a trained model, remove some after training ---------------------------
 
 def rebuild(model, **changes):
-    """A model with another config, in the same mode. What both have keeps its weights."""
+    """A new model with a changed config, in the same mode. It keeps the weights that both have."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
     new = SelfMoE(SelfMoEConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
@@ -294,8 +294,8 @@ def rebuild(model, **changes):
 
 
 def add_gates(model, kind='matrix'):
-    """Gates of zero around every block but the first: the same function, until the model is trained
-    further. Kind 'none' adds nothing: the control of a comparison."""
+    """Add zero gates around every block but the first. The model computes the same as before, until it
+    is trained further. Kind 'none' adds nothing, as the control in a comparison."""
     if model.gates:
         raise ValueError('the model has gates already')
     if model.config.n_layer < 2:
@@ -306,9 +306,9 @@ def add_gates(model, kind='matrix'):
 @torch.no_grad()
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
     """Remove gates after training -> (model, GateTable). The state of each layer, without and with
-    its gate's contribution, goes through final norm and head. The perplexities (one per sequence,
-    then the mean) decide by `rule`. `threshold` is the relative change that `changes` asks for,
-    `layer` the first block, counted from 0, whose gate `from_layer` keeps."""
+    its gate's contribution, goes through final norm and head. `rule` compares the two perplexities
+    (one per sequence, then the mean). `threshold` is the relative change that the rule `changes`
+    asks for, `layer` the first block, counted from 0, whose gate `from_layer` keeps."""
     first_kept = layer
     rules = dict(                                        # keep the gate if this is true
         improves=lambda layer, without, with_gate: with_gate < without,
@@ -387,9 +387,9 @@ class Router(nn.Module):
 
 class Mixture(nn.Module):
     """E SwiGLU experts, of which each token takes K. All E are computed for all tokens; a weight of
-    0 drops what was not chosen. In the paper's case, 2 of 2, nothing is dropped, and a step takes 22.0
-    ms instead of 24.0 with tokens sorted by expert (one H200, 64 x 512). With K < E the experts cost
-    E/K times what the chosen ones alone would."""
+    0 drops what was not chosen. In the paper's case, 2 of 2, nothing is dropped: a step takes 22.0
+    ms, and would take 24.0 with tokens sorted by expert (one H200, 64 x 512). With K < E the experts
+    cost E/K times what the chosen ones alone would."""
     def __init__(self, d, hidden, n_expert, top_k):
         super().__init__()
         self.router = Router(d, n_expert, top_k)
@@ -422,9 +422,9 @@ def upcycle(model, n=2, k=2):
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
-    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
-    bias of -inf, so its probability is 0."""
+    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
+    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
+    and to read. The padding has a bias of -inf, so its probability is 0."""
     V = len(weight)
     extra = -V % 64 if x.is_cuda else 0
     bias = None

@@ -1,36 +1,42 @@
 """
-Stick-breaking attention as one GPU kernel each way, in Triton. Optional: moduleformer.py uses this
-file where it lies beside it and an NVIDIA GPU with Triton is there, and its own blocks of queries
-elsewhere. `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
+Stick-breaking attention in Triton: one GPU kernel forward, one backward. It is optional.
+moduleformer.py uses this file if it lies in the same folder and `runs` allows it (an NVIDIA GPU with
+Triton, heads of at most 128, ...); otherwise it uses its own blocks of queries. `stick_breaking(q, k, v)` is
+`moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
 and v, so they never go to memory. A program (one of the many that run on a GPU at a time) holds a
-tile of queries and walks over the keys, one tile at a time; it makes the weights of these queries
-and keys, uses them and forgets them. Backward makes them again. Softmax would need the largest
-logit; a stick needs only what the later keys have left of it, one number for each query:
+tile of queries and walks over the keys, one tile at a time. It makes the weights of these queries
+and keys, uses them and forgets them; backward makes them again. A softmax would need the largest
+logit. A stick needs only what the later keys have left of it, one number for each query:
 
     forward, from the newest key to the oldest:       p_i = sigmoid(z_i) * rest_i
                                                       rest_{i-1} = rest_i * (1 - sigmoid(z_i))
 
-rest_i is what keys i+1, ..., t leave. All of this is done in logarithms, to the base 2, the GPU's
-own. Within a tile, the sum over later keys is a product with a triangle of ones: tensor cores are
+z_i is the logit of key i, p_i its weight, rest_i what keys i+1, ..., t leave to it (t is the
+query's position). All of this is done in logarithms to the base 2, the GPU's own. Within a tile,
+the sum over later keys is a matrix product with a triangle of ones, on tensor cores that are
 otherwise idle.
 
-Backward. With g_i = p_i * dL/dp_i, where dL/dp_i = dL/dy . v_i, and by log p_i = log sigmoid(z_i) +
-sum_{i<j<=t} log(1 - sigmoid(z_j)), a logit z_j acts on p_j, and on p_i of every older key i < j:
+Backward. Let y be the output and g_i = p_i * dL/dp_i, where dL/dp_i = dL/dy . v_i. As log p_i = log
+sigmoid(z_i) + sum_{i<j<=t} log(1 - sigmoid(z_j)), a logit z_j acts on p_j, and on p_i of every
+older key i < j:
 
     d log p_j / dz_j = 1 - sigmoid(z_j)        d log p_i / dz_j = -sigmoid(z_j)
     dL/dz_j = g_j * (1 - sigmoid(z_j)) - sigmoid(z_j) * sum_{i<j} g_i
 
-The sum runs over older keys, so backward walks from the oldest key to the newest and carries it.
-(From the newest, it would be dL/dy . y minus what was seen: a small difference of large numbers, in
-bfloat16.) Forward keeps `rest` at the end of its walk, and backward takes the steps back: log
-rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). After thousands of keys that would be a small
-difference of large numbers, too. But once rest < 2^-150, all older weights are 0 in float32. There
-a query dies: its rest stays as it is, and forward notes the tile, `oldest`. Where all queries of a
-tile are dead, both walks skip the older keys. Then dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T
-dL/dy. Programs of several queries add to the same dL/dk and dL/dv, in float32 and in any order: two
-runs can differ in the last bits.
+The sum runs over older keys, so backward walks from the oldest key to the newest and carries the
+sum along. (In the other direction the sum would be dL/dy . y minus what was seen: a small
+difference of large numbers, in bfloat16.)
+
+Backward also needs rest_i. Forward keeps `rest` as it is at the end of its walk, and backward
+undoes the steps: log rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). After thousands of keys that
+would be a small difference of large numbers, too. But once rest < 2^-150, all older weights are 0
+in float32. There a query dies: its rest no longer changes, and forward notes the tile, `oldest`.
+Where all queries of a tile are dead, both walks skip the older keys.
+
+Finally, dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T dL/dy. Programs of different queries add to
+the same dL/dk and dL/dv, in float32 and in any order, so two runs can differ in the last bits.
 
 Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T
 are the tokens' own), H heads, D width of a head. Tensors here have the order in which linear layers
@@ -46,11 +52,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DEAD = tl.constexpr(-150.0)              # log2 of a rest of which float32 keeps nothing
-RUN = tl.constexpr(8)                    # tiles of keys, after which a program may find all dead
+DEAD = tl.constexpr(-150.0)              # log2 of a rest that is 0 in float32
+RUN = tl.constexpr(8)                    # tiles of keys between two checks whether all queries are dead
 
-# Bits of a number, width of a head: keys of a tile; queries of a tile, warps and stages of
-# the pipeline of loads forward; the same backward. They change the speed, not the results.
+# {(bits of a number, width of a head): (keys of a tile, forward, backward)}, the last two each as
+# (queries of a tile, warps, stages of the load pipeline). They change the speed, not the results.
 TILES = {(16, 64): (32, (64, 4, 3), (64, 4, 3)),
          (16, 128): (64, (128, 8, 2), (64, 8, 2)),
          (32, 64): (32, (64, 4, 1), (64, 4, 1)),
@@ -61,7 +67,7 @@ TILES = {(16, 64): (32, (64, 4, 3), (64, 4, 3)),
 
 @triton.jit
 def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a tile of whole rows lies, and which of it exists. A tile's width is a power of 2."""
+    """Offsets of a tile of whole rows, and which of them exist: WIDTH, a power of 2, may exceed D."""
     columns = tl.arange(0, WIDTH)
     return rows[:, None] * stride + columns[None, :], (rows < n)[:, None] & (columns < D)[None, :]
 
@@ -78,13 +84,14 @@ def logs_of_stick(q, k, keys, position, scale):
 @triton.jit
 def sum_later(log_pass, later):
     """For each key, the sum over the later keys of its tile. float16 is more exact here than
-    bfloat16; the clamp keeps it finite. A key's own term, large where z is, is not rounded."""
+    bfloat16; the clamp keeps it finite. A key's own term, large where z is large, is not in the
+    sum, so not rounded."""
     return tl.dot(tl.maximum(log_pass, -60000).to(later.dtype), later)
 
 
 @triton.jit
 def count_tiles(block, first, M, K: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr):
-    """Tiles of keys that the last row of a block of queries sees."""
+    """How many tiles of keys the last row of a tile of queries sees."""
     last = tl.minimum((block + 1) * TILE_M, M) - 1
     return tl.cdiv(first + last // K + 1, TILE_S)
 
@@ -107,12 +114,12 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first
     key = tl.arange(0, TILE_S)
     later = (key[:, None] > key[None, :]).to(SUMS)
     y = tl.zeros([TILE_M, WIDTH], tl.float32)
-    rest = tl.zeros([TILE_M], tl.float32)                # its log2: a whole stick
+    rest = tl.zeros([TILE_M], tl.float32)                # log2 of what is left: a whole stick
     oldest = tl.zeros([TILE_M], tl.int32)
     end = count_tiles(block, first, M, K, TILE_M, TILE_S)
     while (end > 0) & (tl.max(rest, 0) > DEAD):
         run = tl.minimum(end, RUN)
-        for back in range(run):                          # a plain loop: Triton loads ahead in it
+        for back in range(run):                          # a plain loop, in which Triton loads ahead
             tile = end - 1 - back
             keys = tile * TILE_S + key
             k_at, k_exists = place(keys, k_s, S, D, WIDTH)
@@ -157,7 +164,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
     later = (key[:, None] > key[None, :]).to(SUMS)
     older = (key[:, None] < key[None, :]).to(q.dtype)
     dq = tl.zeros([TILE_M, WIDTH], tl.float32)
-    g_sum = tl.zeros([TILE_M], tl.float32)               # of g over all older tiles
+    g_sum = tl.zeros([TILE_M], tl.float32)               # sum of g over all older tiles
     for tile in range(tl.min(oldest, 0), count_tiles(block, first, M, K, TILE_M, TILE_S)):
         keys = tile * TILE_S + key
         k_at, k_exists = place(keys, k_s, S, D, WIDTH)
@@ -165,7 +172,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
         k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
         v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
         log_match, log_pass = logs_of_stick(q, k, keys, position, scale)
-        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)   # as it was before this tile
+        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)   # as in forward before this tile
         p = tl.exp2(log_match + sum_later(log_pass, later) + rest[:, None])
         g = p * tl.dot(dy, tl.trans(v))
         g_older = tl.dot(g.to(q.dtype), older) + g_sum[:, None]
@@ -180,7 +187,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
     tl.store(dq_ptr + at, dq.to(q.dtype), mask=exists)
 
 
-# ---- Their calls: operators of torch, into which torch.compile does not look ---------------------
+# ---- Calling them: torch operators, into which torch.compile does not look -----------------------
 
 def launch(kernel, tensors, scales, q, k, v):
     B, T, K, H, D = q.shape
@@ -252,8 +259,9 @@ def known_dtypes():
 
 
 def runs(q, k, v):
-    """Whether the kernels take these tensors. Wider heads do not fit into registers; float32 is
-    multiplied as TF32, which torch must allow; dk and dv are not the same twice in their last bits."""
+    """Whether the kernels take these tensors. Wider heads do not fit into registers. float32 is
+    multiplied as TF32, which torch must allow. dk and dv can differ in their last bits from run to
+    run, so not if torch must be deterministic."""
     known = q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
     repeatable = torch.are_deterministic_algorithms_enabled()
     return q.is_cuda and torch.version.cuda is not None and known and not repeatable

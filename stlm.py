@@ -2,31 +2,31 @@
 Super Tiny Language Models (Guertler, Hillier et al. 2024, "Super Tiny Language Models").
 
 A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
-- Bytes (section 5.2). Nearly half of the baseline is its table of 50,257 embeddings. Instead, a
-  BPE tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk
-  into one vector, the core is causal over chunks, and a small decoder spells the next chunk:
+- Bytes (section 5.2). Nearly half of the baseline is its table of 50,257 embeddings. Here, a BPE
+  tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk into
+  one vector, the core is causal over chunks, and a small decoder spells the next chunk:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
-- Shared weights (section 5.1). All layers, or each `share_group` in a row, use one FFN
+- Shared weights (section 5.1). All layers, or every `share_group` layers in a row, use one FFN
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
   gives each layer its own low-rank adapters. This saves parameters, not computation.
 
 What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
-per byte, 1.586 with half the parameters (`share='all'`), 1.852 from bytes (docs/results.md).
-Pauses and next thoughts (section 5.4) are forms of the data. In the latter a chunk is a sentence.
+per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 (docs/results.md).
+Pauses and next thoughts (section 5.4) only change the data: in the latter a chunk is a sentence.
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
 chunks; end-of-text is a chunk by itself. Padding is never a target (plumbing/data.py makes it -1).
-Impossible symbols get probability 0, so all chunks' probabilities sum to 1. End-of-chunk is scored.
+Impossible symbols get probability 0, so the probabilities of all chunks sum to 1. End-of-chunk is scored.
 
 Departures from the paper, and gaps it leaves:
-- It decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are
-  independent. By default (`causal`) a byte also sees the earlier ones of its chunk: a better model.
+- The paper decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are
+  independent. Our default, `causal`, is better: a byte also sees the earlier ones of its chunk.
 - It gives the byte parts no width but "64 for example". Ours is 128, and they still have 93% fewer
   parameters than the table they replace. Encoder and decoder have learned positions and no dropout,
-  and share the table of symbols with the head. The mean over a chunk includes its end-of-chunk.
-- The core begins with a learned vector, from which the first chunk of a window is predicted.
+  and share the table of symbols with the head. A chunk's mean includes its end-of-chunk.
+- The core first reads a learned vector, from which the first chunk of a window is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
 - Of dropout schedules (section 5.5) it names early and late. `rising` and `triangles` are the
   release's `linear` and `triangle`; our `linear` falls, and our `triangle` has one cycle, not four.
@@ -57,14 +57,14 @@ class STLMConfig:
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
-    byte_limit: int = 0            # bytes in a chunk, at most (or tokens in a sentence); 0: tokens
+    byte_limit: int = 0            # most bytes in a chunk (or tokens in a sentence); 0: no chunks
     decoder: str = 'causal'        # how a chunk is spelled: causal | parallel
     byte_embd: int = 128           # width of the byte encoder and decoder
     byte_layer: int = 2            # layers of each
     byte_head: int = 4             # attention heads of each
 
     def __post_init__(self):
-        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, and three more
+        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, three symbols
         for field in fields(self):
             if field.type is int and getattr(self, field.name) < least.get(field.name, 1):
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
@@ -89,12 +89,12 @@ class STLMConfig:
 
 class ByteEnds:
     """Turns symbols into the core's input, and the core's states into logits; TokenEnds, below, does
-    so for tokens. The model owns the weights: short names in checkpoints."""
+    so for tokens. The weights belong to the model, so their names in checkpoints are short."""
     def __init__(self, model):
         c = model.config
         self.causal = c.decoder == 'causal'
         self.slots = c.byte_limit + 1                    # L
-        self.n_start = 1                                 # the core reads a start vector before chunks
+        self.n_start = 1                                 # the core reads a start vector first
         self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
         model.wte = nn.Embedding(c.vocab_size, c.byte_embd)    # of symbols; also the head
         model.encoder, model.decoder = ChunkTransformer(c), ChunkTransformer(c)
@@ -103,7 +103,7 @@ class ByteEnds:
         model.start = nn.Parameter(torch.empty(c.n_embd))
 
     def cut(self, idx):
-        """(B, T) symbols -> (B, C + 1, L): C whole chunks; the unfinished one, maybe only padding."""
+        """(B, T) symbols -> (B, C + 1, L): C whole chunks, then the unfinished one (maybe all padding)."""
         missing = self.slots - idx.size(1) % self.slots
         return F.pad(idx, (0, missing), value=self.padding).view(len(idx), -1, self.slots)
 
@@ -111,7 +111,7 @@ class ByteEnds:
         """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean, padding
         left out, is the chunk's vector; only later chunks are predicted from it."""
         first = torch.arange(self.slots, device=chunks.device) == 0
-        visible = (chunks != self.padding) | first       # `first`: a chunk of padding has a mean, too
+        visible = (chunks != self.padding) | first       # so a chunk of padding has a mean, too
         mask = visible.flatten(0, 1)[:, None, None]      # (B * C, 1, 1, L)
         h = model.encoder(model.wte(chunks), mask)       # (B, C, L, d)
         mean = (h * visible[..., None]).sum(2) / visible.sum(2, keepdim=True)
@@ -133,8 +133,8 @@ class ByteEnds:
         return logits.masked_fill(~possible, -math.inf)
 
     def embed(self, model, idx, cache):
-        """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read all
-        chunks before c, and spells c. A cache holds the start already: (B, C, D)."""
+        """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
+        chunks before chunk c, and spells chunk c. If a cache holds the start: (B, C, D)."""
         whole = self.cut(idx)[:, :-1]
         x = [] if cache else [model.start.expand(len(idx), 1, -1)]
         if whole.size(1):
@@ -142,7 +142,7 @@ class ByteEnds:
         return torch.cat(x, 1)
 
     def logits(self, model, states, idx):
-        """(B, T + 1, V): they predict symbols 0 to T. forward skips the first."""
+        """(B, T + 1, V) logits of symbols 0 to T. forward skips those of symbol 0."""
         return self.spell(model, states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
 
     def loss(self, model, states, idx, targets, reduction):
@@ -159,11 +159,11 @@ class ByteEnds:
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
 
 class Transformer(nn.Module):
-    """The layers of the core, the encoder or the decoder. Layers that share a part have it once."""
+    """The layers of the core, the encoder or the decoder. A part that layers share exists once."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        group = c.share_group or c.n_layer               # layers in a row that share
+        group = c.share_group or c.n_layer               # how many layers in a row share
         self.per_attention = group if c.share == 'all' else 1    # layers that use one attention
         self.per_ffn = 1 if c.share == 'none' else group
         n_attention = math.ceil(c.n_layer / self.per_attention)
@@ -207,8 +207,8 @@ def adapted(linear, x, adapters, name):
 # ---- LLaMA's own parts ---------------------------------------------------------------------------
 
 def rope(x, past):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
-    with position."""
+    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
+    grows with position. The first token stands at position `past`."""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
@@ -221,7 +221,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -334,9 +334,9 @@ class STLM(Transformer):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start
-        at zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md.
-        pool and spread return vectors as large as the embeddings where they go."""
+        """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start at
+        zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool
+        and spread return vectors as large as the embeddings of the core and of the decoder."""
         c = self.config
         size_out = {'pool.weight': 0.02, 'spread.weight': 1 / math.sqrt(c.byte_embd)}
         for name, p in self.named_parameters():
@@ -364,13 +364,13 @@ class STLM(Transformer):
         dropout = self.dropout.constant if self.training else 0.0
         def mix(q, k, v, layer):
             q, k = rope(q, past), rope(k, past)
-            if dropout is None and cache is None:        # a schedule; train.py has no cache
+            if dropout is None and cache is None:        # training under a schedule
                 return attend_scheduled(q, k, v, self.dropout)
             return attend(q, k, v, cache, layer, dropout or 0.0)
         return self.layers(x, mix)
 
     def read(self, idx, cache):
-        """(B, T) ids -> the core's states: one per token, or for the start and each whole chunk."""
+        """(B, T) ids -> the core's states: one per token, or one for the start and one per whole chunk."""
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
@@ -392,8 +392,8 @@ class STLM(Transformer):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half.
-        Byte-level: max_new_tokens counts symbols, padding too; a prompt may end inside a chunk."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
+        Byte-level: max_new_tokens counts symbols, also padding; a prompt may end inside a chunk."""
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
         limit = self.config.block_size // slots          # vectors that the core may read
         cache = []
@@ -422,7 +422,7 @@ class STLM(Transformer):
         return {}                                        # no routers: all tokens take the same path
 
     def count_params(self):
-        """Total, and active: what multiplies a token or chunk, shared weights once per use."""
+        """Total, and active: what multiplies a token or chunk. Shared weights count per use."""
         total = active = sum(p.numel() for p in self.parameters())
         for parts in (self.attention, self.norm, self.ffn):
             more_uses = self.config.n_layer - len(parts)
@@ -433,9 +433,9 @@ class STLM(Transformer):
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
-    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
-    bias of -inf, so its probability is 0."""
+    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
+    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
+    and to read. The padding has a bias of -inf, so its probability is 0."""
     V = len(weight)
     extra = -V % 64 if x.is_cuda else 0
     bias = None

@@ -5,12 +5,13 @@ every token needs every layer. The paper names two methods.
 - Mixture of depths (Raposo et al. 2024). In every second layer a router gives each token a score r,
   and only the 12.5% of a window's tokens with the highest scores pass through the block:
       x + r * f(x)  if the token passes, else x
-  The others skip it, attention and FFN. They cost nothing there, and no token sees them there.
+  f(x) is what the block adds. The other tokens skip the block, attention and FFN: there they cost
+  nothing, and no token sees them.
 - Early exit (LayerSkip, Elhoushi et al. 2024). Training drops layers, later ones more often, and
-  adds a loss at earlier exits, all through the same final norm and head. So the first layers alone
-  make a fair guess. `generate(..., draft_layers=E)` drafts tokens with E layers, one at a time; the
-  others then read all drafts at once and verify them. Greedy text is the same as without drafts, up
-  to rounding, and sampled text has the same distribution.
+  adds a loss after earlier layers (exits), all through the same final norm and head. So the first
+  layers alone make a fair guess. `generate(..., draft_layers=E)` drafts tokens with the first E
+  layers, one at a time; the other layers then read all drafts at once and verify them. Greedy text
+  is the same as without drafts, up to rounding, and sampled text has the same distribution.
 
 What to look at first: `RoutedLayer`, then `STLMDepth.exit_loss` and `generate`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
@@ -18,22 +19,23 @@ has 1.518 bits per byte. With mixture of depths it has 1.520, for the FLOPs of a
 layers, which has 1.525. With early exit it has 1.514, for 44% more FLOPs (docs/stlm_depth.md).
 
 Who passes, and causality. The top 12.5% of a window are known only at its end. So in training a
-later token can change whether a token passes, though what passes reads earlier tokens only. In
-evaluation and generation a forecast decides instead: a linear map of the token's own state, trained
-to say whether the token is among the top. Its auxiliary loss, `forecast`, trains nothing else and
-needs a weight in `aux_weights`: without it nobody passes in evaluation.
+later token can change whether an earlier one passes, although tokens that pass read earlier ones
+only. In evaluation and generation a forecast decides instead: a linear map of the token's own
+state, trained to say whether the token is among the top. Its auxiliary loss, `forecast`, trains
+nothing else. It needs a weight in `aux_weights`: without one, no token passes in evaluation.
 
 Departures from the papers, and gaps they leave:
 - Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
   the normalised state.
-- Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let some exits at a time take turns. Here
-  each row of a batch draws one exit, with these weights as probabilities. So the expected loss is
-  the weighted mean over all exits, at the cost of one more head. `aux_weights = dict(exit=1.0)` gives
-  it the weight of the last exit's loss, as their e_scale = 0.11 does at ten layers.
-- They also raise the rate of layer dropout over the run, and compute only what stays. Ours is
-  constant, and a dropped layer is computed in vain.
+- Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let the exits take turns, some at a
+  time. Here each row of a batch draws one exit, with probabilities in proportion to these weights.
+  So the expected loss is the weighted mean over all exits, at the cost of one more head.
+  `aux_weights = dict(exit=1.0)` gives it the same weight as the loss at the last exit, as their
+  e_scale = 0.11 does at ten layers.
+- They also raise the rate of layer dropout over the run, and compute only the layers that stay. Our
+  rate is constant, and a dropped layer is computed in vain.
 - Rows of a batch may accept different numbers of drafts. All keep as many as the row with fewest.
-- Text never ends at an early exit unverified, which LayerSkip also offers.
+- LayerSkip can also generate from an early exit without verification. Here every token is verified.
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
 H heads, V vocabulary, L layers, E of them that draft.
@@ -57,8 +59,8 @@ class STLMDepthConfig:
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
-    capacity: float = 0.125        # share of tokens that pass a routed layer; 1: no routing
-    route_every: int = 2           # the last of every so many layers is routed
+    capacity: float = 0.125        # share of tokens that pass through a routed layer; 1: no routing
+    route_every: int = 2           # of every so many layers the last one is routed
     layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
     exit_loss: bool = False        # whether training adds the loss at an earlier exit
 
@@ -86,7 +88,7 @@ class STLMDepthConfig:
 
 # ---- The first idea: mixture of depths -----------------------------------------------------------
 
-NEVER = 2 ** 30                    # the position of a slot without a token: after all queries
+NEVER = 2 ** 30                    # position of a slot without a token: after all queries, so unseen
 
 
 class RoutedLayer(nn.Module):
@@ -101,11 +103,11 @@ class RoutedLayer(nn.Module):
         self.forecast_bias = nn.Parameter(torch.empty(1))
 
     def choose(self, x):
-        """(B, T, D) -> who passes: the indices (B, K) of their tokens, in order; which of these slots
-        are filled, since a row may have fewer than K; the scores (B, T); in training, how good the
-        forecasts are. Two rows in which tokens 1 and 3, and only token 2 pass: indices [[1, 3],
-        [2, 0]], filled [[True, True], [True, False]]."""
-        score = (x * self.router).sum(-1)                # no matrix product: float32 under autocast
+        """(B, T, D) -> indices (B, K) of the tokens that pass, in order; which of these slots are
+        filled, since a row may have fewer than K; scores (B, T); in training, the loss and the hits
+        of the forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, indices
+        are [[1, 3], [2, 0]], filled is [[True, True], [True, False]]."""
+        score = (x * self.router).sum(-1)                # no matrix product, so autocast keeps float32
         state = F.rms_norm(x.detach(), x.shape[-1:])
         forecast = (state * self.forecast).sum(-1) + self.forecast_bias
         if self.training:
@@ -118,18 +120,18 @@ class RoutedLayer(nn.Module):
             return index, torch.ones_like(index, dtype=torch.bool), score, aux
         passes = forecast > 0                            # each token decides by itself: causal
         K = int(passes.sum(1).max())
-        order = passes.long().sort(dim=1, descending=True, stable=True)      # who passes comes first
+        order = passes.long().sort(dim=1, descending=True, stable=True)      # those that pass come first
         index = order.indices[:, :K]
         return index, passes.gather(1, index), score, {}
 
     def forward(self, x, position, turn, cache):
-        """-> what is added to x, who passes (B, T), auxiliary losses."""
+        """-> the update to add to x, who passes (B, T), auxiliary losses."""
         index, filled, score, aux = self.choose(x)
         passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
         nobody = index.size(1) == 0
         if nobody and (cache is None or self.layer < len(cache)):
             return torch.zeros_like(x), passes, aux
-        if nobody:                                       # begin the cache, with an empty slot
+        if nobody:                                       # begin the cache with an empty slot
             index = index.new_zeros(len(x), 1)
             filled = torch.zeros_like(index, dtype=torch.bool)
         cos, sin = turn
@@ -145,7 +147,7 @@ class RoutedLayer(nn.Module):
 # ---- The LLaMA block -----------------------------------------------------------------------------
 
 def rotary(position, d):
-    """Angles of rotary positions (1, T): their cosine and sine, each (1, T, d/2)."""
+    """Positions (1, T) -> cosine and sine of their rotary angles, each (1, T, d/2)."""
     frequency = 10000.0 ** (-torch.arange(d // 2, device=position.device) * (2 / d))
     angle = position[..., None] * frequency
     turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
@@ -177,15 +179,15 @@ class Block(nn.Module):
     def forward(self, x, position, turn, cache):
         B, T, _ = x.shape
         heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
-        q, k, v = heads.split(self.counts, 1)            # (B, H, T, d), k and v fewer H
+        q, k, v = heads.split(self.counts, 1)            # (B, H, T, d); fewer heads in k, v
         y = self.attend(rotate(q, turn), rotate(k, turn), v, position, cache)
         attention = self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
         gate, up = self.fc(self.norm_2(x + attention)).chunk(2, dim=-1)
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """Causal attention. A cache, (k, v, position) per layer, is read and extended. Slots that are
-        not filled come last in a call, and NEVER in the cache: no token sees them."""
+        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. Unfilled
+        slots come last in a call, and have the position NEVER in the cache: no token sees them."""
         mask = None
         if cache is not None:
             if self.layer < len(cache):
@@ -229,8 +231,8 @@ class STLMDepth(nn.Module):
             nn.init.normal_(p, std=std)
 
     def run(self, x, begin, end, past, cache=None):
-        """Layers begin to end, of (B, T, D) tokens that stand after `past` others -> the states after
-        each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
+        """Run layers begin to end - 1 on (B, T, D) tokens that follow `past` others -> the states
+        after each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
         position = torch.arange(past, past + x.size(1), device=x.device)[None]
         turn = rotary(position, self.config.n_embd // self.config.n_head)
         states = []
@@ -243,7 +245,7 @@ class STLMDepth(nn.Module):
                 losses.append(found)
             if self.training and self.drop_rate(i) > 0:
                 stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
-                update = update * stays                  # whole rows; not scaled, as in LayerSkip
+                update = update * stays                  # drops whole rows; no scaling, as in LayerSkip
             x = x + update
             states.append(x)
         return states, mean_of(losses), passed
@@ -262,7 +264,7 @@ class STLMDepth(nn.Module):
         return self.norm_f(states[-1]), aux
 
     def exit_logits(self, state):
-        """Of the states after any layer: all exits have the same norm and head."""
+        """Logits from the states after any layer: all exits have the same norm and head."""
         return F.linear(self.norm_f(state), self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -283,7 +285,7 @@ class STLMDepth(nn.Module):
 
     def exit_loss(self, states, targets):
         """The loss at an earlier exit. Each row of the batch draws its own: after layer l, counted
-        from 0, with a probability that grows as l(l+1). So never after the first layer."""
+        from 0, with a probability in proportion to l(l+1). So never after the first layer."""
         depth = torch.arange(self.config.n_layer - 1, device=targets.device)
         exits = torch.multinomial((depth * (depth + 1)).float(), len(targets), replacement=True)
         rows = torch.arange(len(targets), device=targets.device)
@@ -292,8 +294,8 @@ class STLMDepth(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draft_layers=0, n_draft=4):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half.
-        With draft_layers, the first layers draft up to n_draft tokens, the others verify them."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
+        With draft_layers, so many layers draft up to n_draft tokens, and the others verify them."""
         L, limit = self.config.n_layer, self.config.block_size
         if not 0 <= draft_layers < L or n_draft < 1:
             raise ValueError(f'draft_layers = {draft_layers} must be at least 0 and less than {L}, '
@@ -333,7 +335,7 @@ class STLMDepth(nn.Module):
         return idx
 
     def forget(self, cache, length):
-        """Leave only the first `length` tokens to be seen in the cache."""
+        """Keep only the first `length` tokens visible in the cache."""
         for i, (k, v, position) in enumerate(cache):
             if self.config.is_routed(i):
                 cache[i] = (k, v, position.masked_fill(position >= length, NEVER))
@@ -375,14 +377,15 @@ def probabilities(logits, temperature, top_k):
 
 
 def accept(p, drafts, guesses):
-    """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after them,
-    each (B, 1). A token x drafted from q stays with probability min(1, p(x) / q(x)). The first that
-    does not is drawn again, in proportion to max(0, p - q). So every token has the distribution p."""
+    """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
+    them, each (B, 1). p are the probabilities of all layers, q those of the draft. A drafted token
+    x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
+    proportion to max(0, p - q). So every token has the distribution p."""
     kept = []
     for i, (x, q) in enumerate(zip(drafts, guesses)):
         ratio = p[:, i].gather(1, x) / q.gather(1, x)
         rest = (p[:, i] - q).clamp(min=0)
-        same = rest.sum(1, keepdim=True) == 0            # p = q: there is nothing to draw from
+        same = rest.sum(1, keepdim=True) == 0            # p = q: nothing to draw again from
         stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
         if not stays.all():                              # rows whose draft stays keep it
             rest = torch.where(stays, p[:, i], rest)
@@ -394,9 +397,9 @@ def accept(p, drafts, guesses):
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
-    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
-    bias of -inf, so its probability is 0."""
+    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
+    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
+    and to read. The padding has a bias of -inf, so its probability is 0."""
     V = len(weight)
     extra = -V % 64 if x.is_cuda else 0
     bias = None

@@ -1,30 +1,30 @@
 """
-Strong: the plain Transformer of today, to beat; and its routed sibling.
+Strong: today's plain Transformer, a baseline to beat, and its routed sibling.
 
 There is no paper behind this file. A routed model that beats a weak GPT-2 proves nothing, so here is
 what small dense models are made of today, after modded-nanogpt (Jordan et al. 2024) and nanochat
-(Karpathy 2025). What differs from GPT-2, each a line or two:
+(Karpathy 2025). The differences from GPT-2, each a line or two:
 
-    RMSNorm without gains, on the embeddings, too     rotary positions
+    RMSNorm without gains, also on the embeddings     rotary positions
     queries and keys are normed                       ReLU squared in the FFN
     maps that add to the residual stream start at 0   no biases
 
 With n_expert > 1 every FFN becomes E experts of a smaller width, of which each token takes K
 (fine-grained experts, Dai et al. 2024, "DeepSeekMoE"); all tokens take `n_shared` more. Their width
-makes the arithmetic that of the dense model: (top_k + n_shared) * width = 4 * n_embd.
+makes the arithmetic equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
-What to look at first: `Block.forward`, then `Experts.forward`. "Fast paths", the last section, can
-be skipped: where it is used, a comment says in plain code what it computes.
-Measured on the toy stories (0.5M tokens, three seeds, each at the best rate of its sweep): loss
-1.194; with Muon 1.206, no difference; GPT-2 1.245. On BabyLM-style text, three seeds: 1.256 bits per
-byte, with Muon 1.233 (docs/arena.md).
+What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast paths", the last
+section: where it is used, a comment says in plain code what it computes.
+Measured on the toy stories (0.5M tokens, three seeds, each model at the best rate of its sweep):
+loss 1.194; with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
+1.256 bits per byte, with Muon 1.233 (docs/arena.md).
 
 Choices, and their reasons:
-- A gain is a vector that the matrix behind it can hold as well. Without gains every parameter is a
+- No gains: the matrix after a norm can hold its gain as well. Without gains every parameter is a
   matrix or an embedding, which suits Muon (`optimizer = 'muon'`, plumbing/muon.py).
-- The embedding is the head, too: apart, the two would be over a third of a model of this size.
-- The gates of a token's K experts sum to 1, and their sum is multiplied by K: if the gates are
-  equal, the K experts add up as the parts of a dense FFN do.
+- The embedding is also the head. Two separate tables would be over a third of a model of this size.
+- The gates of a token's K experts sum to 1, and the gated sum is multiplied by K: with equal gates,
+  the K experts add up as the parts of a dense FFN do.
 - At top_k = 1 the gate is always 1: the router learns from the balance loss alone.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
@@ -49,7 +49,7 @@ class StrongConfig:
     n_embd: int = 384                 # width
     n_expert: int = 1                 # E: experts of each FFN; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
-    n_shared: int = 0                 # experts beside them that every token takes
+    n_shared: int = 0                 # more experts, which every token takes
     gates: str = 'softmax'            # scores of the experts: softmax | sigmoid
     dropout: float = 0.1              # on embeddings, attention and both residual branches
     sparse: bool = True               # False: all E experts for every token, then drop E - K
@@ -77,7 +77,7 @@ class StrongConfig:
 # ---- The dense block -----------------------------------------------------------------------------
 
 def norm(x):
-    """RMSNorm without gains: every vector gets the length sqrt(D)."""
+    """RMSNorm without gains: every vector gets the length sqrt(its width)."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
@@ -117,8 +117,8 @@ class Block(nn.Module):
 
 
 def rope(x, past):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2 turn by an angle that grows
-    with position."""
+    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
+    grows with position. The first token stands at position `past`."""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
@@ -131,7 +131,7 @@ def rope(x, past):
 
 
 def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. A cache, a (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -168,7 +168,7 @@ class Router(nn.Module):
         share_E = chosen_NE.mean(0) / self.config.top_k  # of all N*K picks, no gradient
         prob_NE = score_NE / score_NE.sum(-1, keepdim=True)
         balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # Switch: 1 if balanced
-        if not self.config.sparse:                      # all E experts, the others with a gate of 0
+        if not self.config.sparse:                      # all E experts; a gate of 0 if not chosen
             gate_NK = torch.zeros_like(score_NE).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(score_NE.size(1), device=x_ND.device).expand_as(score_NE)
         return gate_NK, choice_NK, balance
@@ -189,13 +189,13 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        # rows: the pairs (token, k) sorted by expert. pair = choice_NK.flatten().argsort(stable=True)
+        # rows: pairs (token, k) sorted by expert; pair = choice_NK.flatten().argsort(stable=True)
         pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))     # row is pair's inverse
         token = pair // choice_NK.size(1)                # (R,) the token of each row
         x_RD = Gather.apply(x_ND, token, row.view_as(choice_NK))         # x_ND[token]
         h_RF = F.relu(grouped_mm(x_RD, self.fc, ends_E)).square()        # x_RD @ fc[expert]
         y_RD = grouped_mm(h_RF, self.down, ends_E)                       # h_RF @ down[expert]
-        # y_RD[row]: by token again
+        # y_RD[row]: back in token order
         y_NKD = Gather.apply(y_RD, row, pair[:, None]).view(*gate_NK.shape, -1)
         y = self.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
         if self.shared:
@@ -248,7 +248,7 @@ class Strong(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. If full, the cache restarts from its last half."""
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
         limit = self.config.block_size
         cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
         for _ in range(max_new_tokens):
@@ -266,7 +266,7 @@ class Strong(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, E)}: the gates, which sum to 1; 0 where a token did not go."""
+        """{layer: (B, T, E)}: the gates, which sum to 1; 0 if not chosen."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -293,8 +293,8 @@ class Strong(nn.Module):
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K (token, k) pairs by choice, then token -> the pair of each row, the row of each
-    pair, each group's end row (int32). It counts: a pair's row is how many pairs come before it."""
+    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
+    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -304,8 +304,8 @@ def order_by_choice(choice_NK, n_choices):
 
 
 class Gather(torch.autograd.Function):
-    """x[index]. The gradient is gathered as well, where torch would add it up row by row:
-    readers (M, J) names the rows of the result that read each of x's M rows; -1 is none."""
+    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
+    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
     @staticmethod
     def forward(ctx, x, index, readers):
         ctx.save_for_backward(readers)
@@ -319,8 +319,8 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each times its group's matrix; ends_E (int32) is each group's end row.
-    A loop, where torch has no kernel (mps, float64, compiled float32, odd widths). Autocast by hand."""
+    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -335,7 +335,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So long groups are cut, up to 32 parts in all."""
+    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -355,9 +355,9 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of states (B, T, D) against the (V, D) head. On a GPU the vocabulary is padded to a
-    multiple of 64: rows of logits of other lengths are slow to write and to read. What is added has a
-    bias of -inf, so its probability is 0."""
+    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
+    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
+    and to read. The padding has a bias of -inf, so its probability is 0."""
     V = len(weight)
     extra = -V % 64 if x.is_cuda else 0
     bias = None

@@ -3,11 +3,11 @@ Train any model of this repository: one plain loop.
 
     python train.py config/moep.py                      # the toy corpus, minutes on a laptop
     python train.py config/moep.py --n_block=8 --out_dir=out/p8  # any setting of training or model
-    python train.py config/moep.py --resume             # go on after a kill; on a CPU bit for bit
+    python train.py config/moep.py --resume             # go on after a kill (bit for bit on a CPU)
     python train.py config/moep.py --max_iters=0        # print sizes and plan, train nothing
-    torchrun --nproc_per_node=2 train.py config/moep.py          # several processes; large: --shard
+    torchrun --nproc_per_node=2 train.py config/moep.py          # several processes (large models: --shard)
 
-A config is a file of plain assignments; `--key=value` comes after it and wins. A key belongs to
+A config is a file of plain assignments, which `--key=value` overrides. A key belongs to
 `Settings` (plumbing/settings.py) or to the model's own config. The loop knows no model by name: it
 imports the file that `model` names and uses what every model file offers: Config, Model,
 forward(idx, targets) -> (logits, loss, aux), generate, routes, count_params. `aux` holds unweighted
@@ -43,8 +43,8 @@ from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 
 def train_step(model, optimizer, data, starts, memory, s, machine):
     """One update from the chunks at `starts`, those of all processes -> mean loss and auxiliary values
-    (of this process), gradient norm (of all). The micro-batches are dealt to the processes in turn:
-    W processes with A micro-batches each see what one process with W * A sees."""
+    of this process, gradient norm of all. Micro-batches are dealt to the processes in turn, so that W
+    processes with A micro-batches each see what one process with W * A sees."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -70,7 +70,7 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
 # ---- Optimiser and schedules -----------------------------------------------------------------------
 
 def make_optimizer(model, s, machine):
-    """AdamW or Muon. Weight decay is for matrices; stacked vectors are known by ...gain and ...bias."""
+    """AdamW or Muon. Only matrices get weight decay, not stacked vectors (named ...gain or ...bias)."""
     matrices, vectors = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -105,7 +105,7 @@ def learning_rate(it, s, max_iters):
 
 
 def dropout_rate(it, s, max_iters, p):
-    """The model's rate p over the run: on then off, off then on, falling, rising, one peak or four."""
+    """The model's rate p at a step: on then off, off then on, falling, rising, one peak or four."""
     done = min(1.0, it / max_iters)
     shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
                   rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
@@ -115,7 +115,7 @@ def dropout_rate(it, s, max_iters, p):
 # ---- The run ------------------------------------------------------------------------------------
 
 def evaluate(model, corpus, data, it, machine):
-    """Score every val set, print a line for each, and see where the tokens go -> what is logged."""
+    """Score every val set, print a line for each, count where tokens are routed -> what is logged."""
     scores = {}
     for name in corpus.scored:
         batches = corpus.val_batches(name, data.T, machine.rank, machine.world)
@@ -168,13 +168,13 @@ def main():
     if ckpt:
         check_resume(ckpt, s, model_keys, corpus, machine)
         model = freeze(build_model(ckpt, machine.device), ckpt)
-        del ckpt['weights']             # each process would keep them, beside the model's
+        del ckpt['weights']             # otherwise each process would hold them twice
     else:
         model, report = start_model(s, module, model_keys, corpus)
     model.to(machine.device)
     slots = getattr(model.config, 'byte_limit', 0) + 1
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
-    resumed = bool(ckpt)                # it was saved after its step's evaluation
+    resumed = bool(ckpt)                # saved after its step's evaluation, which is not repeated
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
@@ -204,7 +204,7 @@ def main():
     left = max_iters - it
     pays = machine.cuda and left >= 200                  # compiling takes half a minute
     compiles = pays if s.compile is None else s.compile
-    long = left >= 50_000                                # then it pays to compile all as one
+    long = left >= 50_000                                # then it pays to compile the whole model as one
     trained = replicate(compile_model(model, whole=long) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
@@ -226,7 +226,7 @@ def main():
         folder.save(it, model, data, corpus, optimizer if whole else None, memories, name)
 
     def asked_to_stop():
-        """Several processes must agree, and do so where they wait for each other anyway."""
+        """Several processes must agree: they ask each other only where they wait anyway."""
         if machine.world > 1 and not due(s.log_interval):
             return False
         return any(machine.gather(caught))
@@ -255,7 +255,7 @@ def main():
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
         # one step
-        at = it if s.max_iters else data.seen / data.unit    # steps of the plan, whatever one holds now
+        at = it if s.max_iters else data.seen / data.unit    # in steps of the size at the start
         lr = learning_rate(at, s, planned)
         set_rate(optimizer, lr)
         scheduled = dict(lr=lr)
@@ -265,11 +265,11 @@ def main():
             model.set_dropout(scheduled['dropout'])
         if s.memory:
             part, begins = data.next_set()
-            if begins:                                   # nothing came before
+            if begins:                                   # no text came before
                 memories[part] = [[] for _ in range(s.gradient_accumulation_steps)]
             memory = memories[part]
         mean, norm = step(data.next_starts())
-        health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; nobody waits for the device
+        health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; no wait for the device
         it += 1
         tokens += data.rows * data.T
 

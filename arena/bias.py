@@ -1,12 +1,12 @@
 """
-Balance without a loss: MoEP whose router adds a bias to the scores, for the choice alone.
+Balance without a loss: MoEP whose router adds a bias to the scores, only when it chooses.
 
     s_i = sigmoid(w_i x)          a token takes the K largest of s_i + b_i
     gate_i = s_i / (sum of s over its K): b has no part in it
     after each step:  b_i += 0.001 * sign(mean load - load_i), load_i being the tokens that took i
 
 A balance loss also pulls at the weights that the text trains. A bias has no gradient: it only shifts
-who is chosen. The balance loss is returned to be logged: give it no weight in the config.
+what is chosen. The balance loss is returned only to be logged: give it no weight in the config.
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"; DeepSeek-AI
 2024, "DeepSeek-V3 Technical Report", Eq. 16, which adds a very small balance loss per sequence.
 """
@@ -20,7 +20,7 @@ from moep import MoEP, MoEPConfig
 
 
 class LoadBias(nn.Module):
-    """Chooses K of the scores. Buffers: checkpoints keep them; CUDA graphs need changes in place."""
+    """Chooses K by score + b. Checkpoints keep its buffers; they change in place, for CUDA graphs."""
     def __init__(self, n_choices, weight):
         super().__init__()
         self.register_buffer('b', torch.zeros(n_choices))
@@ -29,7 +29,7 @@ class LoadBias(nn.Module):
 
     @torch.no_grad()
     def forward(self, score_NE, top_k, weight):
-        if self.training:       # One step may take several passes. A new one began if the weight moved.
+        if self.training:       # A step may take several passes. If the weight moved, a new step began.
             stepped = (weight != self.seen).any()
             missing_E = self.load.sum() - len(self.load) * self.load    # positive: below the mean
             self.b.add_((stepped * missing_E.sign()).to(self.b.dtype), alpha=0.001)
@@ -39,7 +39,7 @@ class LoadBias(nn.Module):
         if self.training:
             load_E = torch.zeros_like(score_NE).scatter(1, choice_NK, 1.0).sum(0, dtype=torch.long)
             if dist.is_available() and dist.is_initialized():
-                dist.all_reduce(load_E)                  # the batch is that of all processes
+                dist.all_reduce(load_E)                  # the load of all processes
             self.load.add_(load_E)
         return choice_NK
 

@@ -1,12 +1,12 @@
 """
-Hash routing: MoEP whose tokens go by a fixed random table. Nothing is learned: the floor.
+Hash routing: MoEP that routes by a fixed random table. Nothing is learned: this is the floor.
 
     choices of a token = table[its id], K different ones, drawn once
     gate = 1 / K
 
-Whatever a router learns should beat this. The table knows neither context nor frequency: the blocks
-of a common word have more to do, and a word that has two meanings takes one way. On the other hand
-a block sees the same words from the first step to the last, and nothing ever collapses.
+A router that learns should beat this. The table knows neither context nor frequency: the blocks of
+a common word have more to do, and a word with two meanings always takes the same blocks. But a
+block sees the same words from the first step to the last, and nothing ever collapses.
 
 Roller, Sukhbaatar, Szlam, Weston 2021, "Hash Layers For Large Sparse Models", random hash. With K = 1
 it is theirs; for K > 1 we take the mean of K blocks (their MultiHash joins parts of K experts).

@@ -5,8 +5,8 @@ hidden layer.
     s = sigmoid(A ReLU(B x))      a token takes the K largest
     gate_i = s_i / (sum of s over its K)
 
-A difference to moduleformer.py: there the gates sum to at most 1, here to 1. `mi` and `concentration`
-are of the shares s / sum(s), which take the softmax's place.
+A difference from moduleformer.py: there the gates sum to at most 1, here to 1. `mi` and
+`concentration` are computed from the shares s / sum(s) instead of the softmax.
 """
 
 import torch

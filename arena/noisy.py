@@ -5,13 +5,13 @@ Noisy top-k: MoEP whose router explores, and learns how much.
     p = softmax(h)                a token takes the K largest
     gate_i = p_i / (sum of p over its K)
 
-Without noise, a choice that starts badly is not taken, so it is not trained, and stays bad. With it
-every choice is tried now and then. The scale has weights of its own: where the router is sure, it
-can learn to be quiet. In eval mode there is no noise.
+Without noise, a choice that starts badly is not taken, so it is not trained, and stays bad. With
+noise every choice is tried now and then. The scale of the noise has its own weights v: where the
+router is sure, it can learn to be quiet. In eval mode there is no noise.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
 Layer", Eq. 3 to 5. Departures: the balance loss is MoEP's, instead of their two (Eq. 7, Eq. 11), and
-v starts as small as all of MoEP's maps, not at 0: a scale of about softplus(0) = 0.69.
+v starts as small as all of MoEP's maps, not at 0: the scale starts near softplus(0) = 0.69.
 """
 
 import torch

@@ -1,15 +1,15 @@
 """
-A shared block: MoEP whose every token takes choice 0, and K - 1 others that it chooses.
+A shared block: MoEP in which every token takes choice 0, and K - 1 others that it chooses.
 
     p = softmax(W x)              a token takes 0, and the K - 1 largest of p_1 ... p_{E-1}
     gate_i = p_i / (sum of p over its K)
 
-What all tokens need is then learned once, in the shared block, and not again in each of the others:
-these are free to specialise. The balance loss is of the others among themselves.
+What all tokens need is then learned once, in the shared block, and not again in each of the others,
+which are free to specialise. The balance loss covers only the others.
 
 Dai et al. 2024, "DeepSeekMoE: Towards Ultimate Expert Specialization in Mixture-of-Experts Language
 Models". A departure: there the shared expert's output is added as it is. Here the gates of a token
-sum to 1, as MoEP's layers need it, so the router also says how much of the shared block it wants.
+sum to 1, as MoEP's layers require, so the router also says how much of the shared block it wants.
 """
 
 import torch

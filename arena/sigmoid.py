@@ -5,8 +5,8 @@ Sigmoid gates: MoEP whose router judges every choice by itself.
     gate_i = s_i / (sum of s over its K)
 
 With a softmax, a choice gains only what others lose, and its gradient depends on all of them. Here a
-token can find two choices good at once. A gate near 1 says "better than the other one", not "good":
-what s tells beyond that is lost in the division, which keeps the gates' sum at 1.
+token can find two choices good at once. But a gate near 1 says "better than the other one", not
+"good": what else s says is lost in the division, which makes the gates sum to 1.
 
 Csordás, Irie, Schmidhuber 2023, "Approximating Two-Layer Feedforward Networks for Efficient
 Transformers" has sigmoid gates that are not divided. The division: DeepSeek-AI 2024, "DeepSeek-V3

@@ -1,15 +1,15 @@
 """
 Router z-loss: MoEP whose router is punished for large scores.
 
-    h = W x;  choice and gates as ever
+    h = W x;  choice and gates as in moep.py
     z = mean over tokens of (log sum_i exp h_i)^2
 
-A softmax does not feel a constant that is added to all its scores, so nothing stops them from
+A constant added to all scores does not change their softmax, so nothing stops the scores from
 growing. Large scores round badly, and a softmax of large differences passes no gradient on. The
-loss pulls log sum exp towards 0, where the p_i = exp h_i need no division.
+loss pulls log sum exp towards 0, where the exp h_i already sum to 1.
 
 Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", Eq. 5. Its weight
-there is 0.001 beside a balance loss of 0.01; so z counts a tenth here, and is added to the balance.
+there is 0.001, that of the balance loss 0.01. So here a tenth of z is added to the balance loss.
 """
 
 import torch
