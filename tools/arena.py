@@ -8,23 +8,21 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
 An entry is a config: config/arena/NAME.py for the track baby, config/arena/toy/NAME.py for toy. Or
 it is a folder of that name: its configs are stages, run in the order of their names, and their costs
-are added up. train.py trains each entry with each seed, eval_blimp.py scores it, and a small file
-TRACK/NAME_SEED.json in --results keeps what came out. What has its file is not run again. After a
-kill, the same command goes on from the last checkpoint.
+are added up. On toy, a new entry first has to pass tools.check. train.py trains each entry with each
+seed, eval_blimp.py scores it, and a small file TRACK/NAME_SEED.json in --results keeps what came out.
+What has its file is not run again. After a kill, the same command goes on from the last checkpoint.
 """
 
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import prepare
 from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
-from plumbing.models import ROOT, import_model
+from plumbing.models import ROOT
 from plumbing.settings import read_config, read_settings
-from tools.entries import began_as, check_kept, find_entries, identify, read_kept
-from tools.flops import training_flops
-from tools.leaderboard import MODES, TRACKS, classes, read_results, show
+from tools.entries import began_as, check_kept, find_entries, identify, read_kept, read_run
+from tools.leaderboard import MODES, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
 FIXED = ('model', 'data', 'data_dir', 'seed', 'out_dir', 'init_from', 'resume', 'overwrite', 'epochs',
@@ -34,9 +32,10 @@ FIXED = ('model', 'data', 'data_dir', 'seed', 'out_dir', 'init_from', 'resume', 
 # ---- Running ------------------------------------------------------------------------------------
 
 def call(script, *args):
-    """A script of this project. If this process is told to stop, so is the script: once, and then
-    train.py saves. Ctrl-C would reach both, hence a session of its own."""
-    process = subprocess.Popen([sys.executable, ROOT / script, *map(str, args)], start_new_session=True)
+    """A script of this project, or a tool (tools.NAME). If this process is told to stop, so is the
+    script: once, and then train.py saves. Ctrl-C would reach both, hence a session of its own."""
+    start = [ROOT / script] if script.endswith('.py') else ['-m', script]
+    process = subprocess.Popen([sys.executable, *start, *map(str, args)], start_new_session=True)
     try:
         code = process.wait()
     except BaseException:
@@ -80,25 +79,6 @@ def train(stages, entry, out, seed, data_dir, setting=None):
     return folder, entry | found[-1] | sums
 
 
-def read_run(folder):
-    lines = [parse_json(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    about = next(line['run'] for line in lines if 'run' in line)
-    last = [line for line in lines if 'val' in line][-1]
-    scores, = last['val'].values()
-    s = about['settings']
-    config = import_model(s['model']).Config(**about['config'])
-    return dict(
-        {key: about[key] for key in ('device', 'torch', 'parameters', 'active')},
-        command=f"python {about['command']}",
-        flops_per_token=training_flops(
-            s['model'], config, about['active'], s['seq_len'] or config.block_size),
-        tokens=about['steps'] * about['tokens_per_step'],
-        tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
-        minutes=last['seconds'] / 60,
-        loss=scores['loss'],
-        bits_per_byte=scores['bits_per_byte'])
-
-
 def score_pairs(folder, pairs):
     """{mode: percent of the minimal pairs}; None where there are no pairs."""
     scores = dict.fromkeys(MODES)
@@ -119,12 +99,28 @@ def need_data(args):
         raise UserError(f'there is no {args.data_dir / name}: make it with python prepare.py {name}')
 
 
+def find_fault(name, stages, track):
+    """Why a new entry is refused: '' if tools.check finds nothing wrong. Not checked are stages, which
+    may start from other runs, and the models of baby, which would take too long on a CPU."""
+    if track != 'toy' or len(stages) > 1:
+        return ''
+    config, = stages
+    s, _, _ = read_settings([str(config)])
+    print(f'\n==== {name} is new: tools.check', flush=True)
+    try:
+        call('tools.check', s.model, '--config', config)
+    except UserError:
+        return f'{name} is refused: python -m tools.check {s.model} --config {config} says why'
+    return ''
+
+
 def race(entries, args):
     """Every entry with the first seed, then with the next -> what failed. The others go on."""
     results, runs = args.results / args.track, args.out / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
     failed = []
     left = []
+    new = []
     for name, stages in entries.items():
         entry = identify(stages)
         made = []
@@ -134,6 +130,8 @@ def race(entries, args):
             if not file.exists():
                 left.append((seed, name, entry, file, out))
         check_kept(entry, made, f'{results}/{name}_?.json and {runs}/{name}_?')
+        if not any(made):
+            new.append(name)
     left.sort(key=lambda run: run[0])                    # by seed, else in this order
     if left:
         need_data(args)
@@ -142,6 +140,10 @@ def race(entries, args):
         if not pairs.is_dir():
             print(f'there is no {pairs} (see prepare.py): nothing will be scored on minimal pairs, '
                   f'until you make it, delete the new files in {results}, and repeat the command')
+    for name in new:
+        if fault := find_fault(name, entries[name], args.track):
+            failed.append(fault)
+            left = [run for run in left if run[1] != name]
     for number, (seed, name, entry, file, out) in enumerate(left, 1):
         print(f'\n==== {number} of {len(left)}: {name}, seed {seed}', flush=True)
         try:
@@ -178,6 +180,10 @@ def sweep(entries, args):
         for setting in wanted:
             made += [found.get(setting, {}), began_as(runs / f'{name}_{setting}')]
         check_kept(entry, made, f'{file} and {runs}/{name}_{key}=*')
+        is_new = not found and not any(made)
+        if is_new and (fault := find_fault(name, stages, args.track)):
+            failed.append(fault)
+            continue
         for setting in wanted:
             if setting in found:
                 continue
@@ -191,9 +197,7 @@ def sweep(entries, args):
             found[setting] = result
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)
-        for setting, result in sorted(found.items(), key=lambda item: item[1]['loss']):
-            if setting.startswith(f'{key}='):
-                print(f"{name:24} {setting:24} val loss {result['loss']:.4f}")
+        show_sweep(name, key, found)
     return failed
 
 
@@ -225,7 +229,8 @@ def main():
         raise UserError(f'{args.results} has no results of the track {args.track}')
     failed = sweep(entries, args) if args.sweep else race(entries, args)
     if not args.sweep:
-        show(args.track, args.results)
+        few = entries if len(entries) <= 5 else []       # of many, the tables say enough
+        show(args.track, args.results, few)
         if args.results.resolve() == RESULTS:
             call('docs/results/tables.py')               # docs/arena.md
     if failed:

@@ -5,13 +5,14 @@ The arena's entries: found, held to the rules, and told from what they were when
 import ast
 import io
 import json
+import statistics
 import tokenize
 import zlib
 from pathlib import Path
 
 from plumbing.cli import UserError, parse_json
 from plumbing.data import named_sets
-from plumbing.models import ROOT, sketch
+from plumbing.models import ROOT, import_model, sketch
 from plumbing.settings import read_config, read_settings
 from tools.flops import training_flops
 from tools.leaderboard import TRACKS, classes
@@ -22,6 +23,8 @@ def find_entries(paths, track):
     entries = {}
     for given in paths:
         path = given
+        if given.is_dir() and (given.name == 'toy' or (given / 'toy').is_dir()):
+            raise UserError(f'{given} is no entry but a folder of entries: name those, as {given}/*.py')
         if track == 'toy' and given.parent.name != 'toy':
             path = given.parent / 'toy' / given.name
         if given.exists() and not path.exists():
@@ -118,6 +121,26 @@ def read_code(name):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         code += ''.join(map(read_code, names))
     return code
+
+
+def read_run(folder):
+    """What a run cost, and how good it is: from its log."""
+    lines = [parse_json(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    about = next(line['run'] for line in lines if 'run' in line)
+    last = [line for line in lines if 'val' in line][-1]
+    scores, = last['val'].values()
+    s = about['settings']
+    config = import_model(s['model']).Config(**about['config'])
+    return dict(
+        {key: about[key] for key in ('device', 'torch', 'parameters', 'active')},
+        command=f"python {about['command']}",
+        flops_per_token=training_flops(
+            s['model'], config, about['active'], s['seq_len'] or config.block_size),
+        tokens=about['steps'] * about['tokens_per_step'],
+        tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
+        minutes=last['seconds'] / 60,
+        loss=scores['loss'],
+        bits_per_byte=scores['bits_per_byte'])
 
 
 def read_kept(path):

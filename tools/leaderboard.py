@@ -83,8 +83,10 @@ def spread(values, digits=1):
 
 def verdict(mine, dense):
     """Bits per byte against the dense entry's."""
-    if min(len(mine), len(dense)) < 2:
+    if not dense:                                        # there may be none yet
         return '-'
+    if min(len(mine), len(dense)) < 2:
+        return 'one seed: no test'
     p = welch(mine, dense)
     word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
     return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # .2g: 0.00998 would read 0.01
@@ -105,7 +107,7 @@ def table(track, key, results):
         column = {score: [result[score] for result in found[name].values()] for score in SCORES}
         against = 'the dense entry'
         if name != dense:
-            against = verdict(bits[name], bits.get(dense, []))           # there may be none yet
+            against = verdict(bits[name], bits.get(dense, []))
         yield [
             name,
             str(len(bits[name])),
@@ -121,10 +123,41 @@ def table(track, key, results):
             against]
 
 
-def show(track, results):
+def show(track, results, named):
+    """Both tables; then, in short, where the entries stand that were named, and the dense one."""
+    lines = []
     for key, title in CLASSES.items():
         rows = [*table(track, key, results)]
         widths = [max(map(len, column)) for column in zip(*rows)]
         print(f'\n{title}')
         for row in rows:
             print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        head, *ranked = rows
+        is_in = any(row[0] in named for row in ranked)   # else the dense one says nothing
+        for place, row in enumerate(ranked, 1):
+            name, bits, against = row[0], row[head.index('bits per byte')], row[-1]
+            if name in named or is_in and against == 'the dense entry':
+                where = f'{title}, {place} of {len(ranked)}'
+                lines.append(f'{where}: {name}, {bits} bits per byte, {against}')
+    if lines:
+        print('', *lines, sep='\n')
+
+
+def show_sweep(name, key, found):
+    """The values that were tried, the best first. If that is the lowest or the highest, a better one
+    may lie beyond."""
+    losses = {}
+    for setting, result in found.items():
+        if setting.startswith(f'{key}='):
+            losses[setting] = result['loss']
+    best_first = sorted(losses, key=losses.get)
+    for setting in best_first:
+        print(f'{name:24} {setting:24} val loss {losses[setting]:.4f}')
+    try:
+        best, *others = [float(setting.partition('=')[2]) for setting in best_first]
+    except ValueError:                                   # nothing was trained, or these are words
+        return
+    if others and best > max(others):
+        print(f'{name:24} the highest is the best: try also {key}={2 * best:g}')
+    elif others and 0 < best < min(others):
+        print(f'{name:24} the lowest is the best: try also {key}={best / 2:g}')

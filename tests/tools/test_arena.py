@@ -17,7 +17,7 @@ from conftest import ROOT, run_here
 from plumbing.cli import UserError
 from plumbing.models import sketch
 from plumbing.settings import read_settings
-from tools import arena, entries, flops, leaderboard
+from tools import arena, check, entries, flops, leaderboard
 
 TINY = """model = 'moep'
 data = 'toy_stories'
@@ -50,8 +50,9 @@ sample_tokens = 2
 
 @pytest.fixture
 def track(tmp_path, data_dir, monkeypatch):
-    """A toy track for tiny models, with a pair of sentences, in tmp_path; scripts run in this process.
-    -> a list of the scripts that are run, as (script, config or run folder)."""
+    """A toy track for tiny models, with a pair of sentences, in tmp_path; scripts run in this process, and
+    tools.check has nothing to check. -> a list of the other scripts that are run, as (script, config or run
+    folder)."""
     for key, value in dict(parameters=17e3, within=0.2, window=32, tokens=6 * 2 * 32).items():
         monkeypatch.setitem(leaderboard.TRACKS['toy'], key, value)
     (tmp_path / 'data' / 'toy_blimp').mkdir(parents=True)
@@ -64,11 +65,13 @@ def track(tmp_path, data_dir, monkeypatch):
     called = []
 
     def call(script, *args):
-        called.append((script, Path(args[0]).stem))
+        if script != 'tools.check':
+            called.append((script, Path(args[0]).stem))
         done = run_here(script.removesuffix('.py'), [str(ROOT / script), *map(str, args)], tmp_path)
         if done.returncode:
             raise UserError(done.stderr)
     monkeypatch.setattr(arena, 'call', call)
+    monkeypatch.setattr(check, 'CHECKS', ())
     monkeypatch.setattr(arena, 'RESULTS', tmp_path / 'results')  # a test that fails leaves docs/ alone
     return called
 
@@ -108,8 +111,9 @@ def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
     assert '1 of 3: mine, seed 1' in text
     track.clear()
     last = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
-    assert track == [] and last == go('--table').stdout
-    _, title, head, *rows, _, other, same_head = last.splitlines()
+    tables = go('--table').stdout
+    assert track == [] and last.startswith(tables)
+    _, title, head, *rows, _, other, same_head = tables.splitlines()
     assert [title, other] == ['Equal parameters', 'Equal FLOPs per token']       # none is in the other
     assert head.split() == same_head.split() and head.startswith('entry')
     assert [row.split()[:2] for row in rows] == [['gpt2', '2'], ['mine', '2']]
@@ -235,6 +239,64 @@ def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
     go('toy/bad.py', '--seeds=1')
 
 
+@pytest.fixture
+def two_heads(track, tmp_path, monkeypatch):
+    """A new entry that is faulty: it has two heads, which tools.check finds wrong."""
+    def heads(module, model, x, y):
+        assert model.config.n_head == 1, 'two heads'
+    monkeypatch.setattr(check, 'CHECKS', (heads,))
+    config = tmp_path / 'toy/bad.py'
+    config.write_text(TINY.replace('n_head = 1', 'n_head = 2'))
+    return config
+
+
+def test_a_faulty_entry_is_refused(two_heads, track, go):
+    """It is checked once, before anything trains; corrected, it runs under its name."""
+    done = go('bad.py', 'mine.py', '--seeds=2', code=2)
+    assert track == scripts(('mine', 'mine_1'), ('mine', 'mine_2'))
+    assert ('not finished: bad is refused: python -m tools.check moep --config toy/bad.py says why; '
+            'the same command') in done.stderr
+    assert done.stdout.count('bad is new: tools.check') == done.stdout.count('mine is new: tools.check') == 1
+    assert done.stdout.index('mine is new') < done.stdout.index('==== 1 of 2: mine, seed 1')
+    two_heads.write_text(TINY)
+    go('bad.py', '--seeds=1')
+
+
+def test_a_faulty_entry_is_not_swept(two_heads, track, go, tmp_path):
+    done = go('bad.py', 'mine.py', '--sweep=learning_rate=1e-3,1e-2', code=2)
+    assert track == 2 * [('train.py', 'mine')] and 'not finished: bad is refused' in done.stderr
+    assert done.stdout.count('bad is new') == done.stdout.count('mine is new') == 1
+    assert [path.name for path in tmp_path.glob('r/toy/sweeps/*')] == ['mine.json']
+    assert 'is new' not in go('mine.py', '--sweep=learning_rate=3e-3').stdout
+    (tmp_path / 'r/toy/sweeps/mine.json').unlink()       # there are runs that began
+    assert 'is new' not in go('mine.py', '--sweep=learning_rate=3e-3').stdout
+
+
+def test_what_is_not_checked(two_heads, track, go, tmp_path, monkeypatch):
+    """What has run or began to, what is in stages, and the track baby."""
+    begun = tmp_path / 'out/arena/toy/bad_2'
+    begun.mkdir(parents=True)
+    (begun / 'entry.json').write_text(json.dumps(entries.identify([two_heads])))
+    (begun / 'ckpt.pt').touch()
+    assert 'is new' not in go('bad.py', '--seeds=2', code=2).stdout      # that checkpoint is broken
+    shutil.rmtree(begun)
+    assert track[:3] == scripts(('bad', 'bad_1')) and 'is new' not in go('bad.py', '--seeds=2').stdout
+    monkeypatch.setattr(arena, 'call', lambda *args: pytest.fail('it is checked'))
+    assert arena.find_fault('bad', [two_heads], 'baby') == ''
+    assert arena.find_fault('bad', [two_heads, two_heads], 'toy') == ''
+
+
+def test_a_tool_is_called_as_a_user_would(monkeypatch):
+    """A script by its path, a tool by -m."""
+    started = []
+    fake = lambda command, **_: started.append(command) or SimpleNamespace(wait=lambda: len(started) - 1)
+    monkeypatch.setattr(arena.subprocess, 'Popen', fake)
+    arena.call('train.py', Path('a'))
+    with pytest.raises(UserError, match='tools.check ended with exit code 1'):
+        arena.call('tools.check', 'b')
+    assert started == [[sys.executable, ROOT / 'train.py', 'a'], [sys.executable, '-m', 'tools.check', 'b']]
+
+
 def test_no_minimal_pairs(track, go, tmp_path, monkeypatch):
     """It is told before the work. Made later, they are scored without training again."""
     (tmp_path / 'data/toy_blimp').rename(tmp_path / 'data/later')
@@ -249,6 +311,22 @@ def test_no_minimal_pairs(track, go, tmp_path, monkeypatch):
     assert told not in go('mine.py', '--seeds=1').stdout
     again = json.loads(file.read_text())
     assert again['harness'] in (0, 100) and again['minutes'] == kept['minutes']
+
+
+def test_few_entries_are_repeated(track, go, tmp_path):
+    """Their places come again after the tables; those of many would only repeat them."""
+    go('mine.py', '--seeds=1')
+    names = [f'mine{n}' for n in range(6)]
+    for name in names:
+        shutil.copy(tmp_path / 'toy/mine.py', tmp_path / f'toy/{name}.py')
+        shutil.copy(tmp_path / 'r/toy/mine_1.json', tmp_path / f'r/toy/{name}_1.json')
+    tables = go('--table').stdout
+    assert go(*[f'{name}.py' for name in names], '--seeds=1').stdout == tables
+    bits = json.loads((tmp_path / 'r/toy/mine_1.json').read_text())['bits_per_byte']
+    assert go('mine3.py', 'mine1.py', '--seeds=1').stdout.removeprefix(tables).splitlines() == [
+        '',
+        f'Equal parameters, 2 of 7: mine1, {bits:.4f} bits per byte, -',         # no entry is dense
+        f'Equal parameters, 4 of 7: mine3, {bits:.4f} bits per byte, -']
 
 
 def test_where_results_go(track, go, tmp_path, monkeypatch):
@@ -323,7 +401,7 @@ def test_a_sweep(track, go, tmp_path):
     kept = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())
     assert [*kept] == [f'learning_rate={rate}' for rate in ('0.001', '0.03', '0.0001')]
     assert all('--max_iters=2 ' in result['commands'][0] for result in kept.values())
-    shown = [line.split()[1] for line in text.splitlines()[-3:]]
+    shown = [line.split()[1] for line in text.splitlines() if 'val loss' in line]
     assert shown == sorted(kept, key=lambda setting: kept[setting]['loss'])
     config = tmp_path / 'toy/mine.py'
     config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
@@ -332,6 +410,19 @@ def test_a_sweep(track, go, tmp_path):
     told = 'sweeps/mine.json and out/arena/toy/sweeps/mine_learning_rate=* were made: delete'
     assert told in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
     assert len(track) == 3
+
+
+@pytest.mark.parametrize('losses, told', [
+    ({'0.002': 2.0, '0.004': 1.5, '0.008': 1.0}, 'mine the highest is the best: try also rate=0.016'),
+    ({'0.002': 1.0, '0.004': 2.0, '1e-05': 0.5}, 'mine the lowest is the best: try also rate=5e-06'),
+    ({'0.002': 2.0, '0.016': 1.5, '0.008': 1.0}, 'mine rate=0.002 val loss 2.0000'),
+    ({'0.0': 1.0, '0.1': 2.0}, 'mine rate=0.1 val loss 2.0000'),         # nothing is lower
+    ({'0.002': 1.0}, 'mine rate=0.002 val loss 1.0000'),
+    ({'muon': 1.0, 'adamw': 2.0}, 'mine rate=adamw val loss 2.0000')])
+def test_a_sweep_whose_best_is_at_an_end(capsys, losses, told):
+    found = {f'rate={value}': dict(loss=loss) for value, loss in losses.items()}
+    leaderboard.show_sweep('mine', 'rate', found | {'rates=9': dict(loss=0.0)})
+    assert ' '.join(capsys.readouterr().out.splitlines()[-1].split()) == told
 
 
 # ---- Mistakes -----------------------------------------------------------------------------------
@@ -346,6 +437,9 @@ def test_a_sweep(track, go, tmp_path):
     (['mine.py', '--sweep=learning_rate=1e-3,abc'], "'abc'"),
     (['none.py'], 'there is no config file toy/none.py'),
     (['empty'], 'a config for each stage'),
+    (['toy'], 'toy is no entry but a folder of entries: name those, as toy/*.py'),
+    (['other'], 'other is no entry but a folder of entries: name those, as other/*.py'),
+    (['other', '--track=baby'], 'other is no entry but a folder of entries: name those, as other/*.py'),
     (['large.py'], 'toy/large.py has 0.03M parameters and takes 0.21M FLOPs per token; an entry has 0.017M'),
     (['math.py'], 'toy/math.py reads toy_math; the track toy reads toy_stories alone'),
     (['scored.py'], "the track toy reads toy_stories alone"),
@@ -456,7 +550,7 @@ def test_welch():
     assert leaderboard.welch([1.0, 1.0], [1.0, 1.0]) == 1 and leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
 
 
-def test_table(tmp_path):
+def test_table(tmp_path, capsys):
     """Both classes; the dense entry is `strong` where it is, else `gpt2`; the best comes first."""
     base = dict.fromkeys(leaderboard.SCORES, 1.0)
     base |= dict(parameters=28e6, active=2e7, flops_per_token=9e7, tokens=1.5e8)
@@ -483,12 +577,24 @@ def test_table(tmp_path):
     same, cost = leaderboard.CLASSES
     assert found == [
         (same, 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
-        (same, 'once', '1', '1.2450', '-'),
+        (same, 'once', '1', '1.2450', 'one seed: no test'),
         (same, 'strong', '3', '1.2510 ± 0.0010', 'the dense entry'),
         (same, 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
         (cost, 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
         (cost, 'bad', '2', '1.4025 ± 0.0035', f'open, p = {r:.3g}')]
     assert len(head) == len(rows[0]) and rows[-1][-3] == '-'
+
+    leaderboard.show('baby', tmp_path, ['once', 'bad', 'outside'])
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        '',
+        'Equal parameters, 2 of 4: once, 1.2450 bits per byte, one seed: no test',
+        'Equal parameters, 3 of 4: strong, 1.2510 ± 0.0010 bits per byte, the dense entry',
+        'Equal FLOPs per token, 1 of 2: gpt2, 1.3010 ± 0.0010 bits per byte, the dense entry',
+        f'Equal FLOPs per token, 2 of 2: bad, 1.4025 ± 0.0035 bits per byte, open, p = {r:.3g}']
+    leaderboard.show('baby', tmp_path, ['good'])
+    assert 'Equal FLOPs per token, ' not in capsys.readouterr().out      # it is not in that class
+    assert leaderboard.verdict([1.0, 1.1], [1.0]) == 'one seed: no test'
+    assert leaderboard.verdict([1.0, 1.1], []) == '-'
 
 
 # ---- The entries that are here ------------------------------------------------------------------
