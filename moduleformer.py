@@ -362,7 +362,7 @@ def rebuild_with(model, state, **changes):
     """A new model: the config with `changes`, the weights of `state`. Other weights stay random."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
-    new = ModuleFormer(replace(model.config, **changes)).to(model.wte.weight)
+    new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     new.load_state_dict({**new.state_dict(), **state})
     return new.train(model.training)
 

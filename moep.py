@@ -15,8 +15,8 @@ section, "Fast paths": where the code uses it, a comment says in plain code what
 Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 has 3.343 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
-- Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch form
-  that the release uses. `entropy` flips the printed sign, `printed` is the formula as it is.
+- Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
+  form that the release uses. `entropy` flips the printed sign, `printed` is the formula as it is.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
 - It is our reading that the sum is weighted and that attention reads all tokens (docs/moep.md).
 
@@ -122,7 +122,7 @@ class ParallelLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def attention(self, x, cache):
-        """All P * H heads at once: later tokens need a block's keys and values even if it is not chosen."""
+        """All P * H heads at once: later tokens may read a block that this token did not choose."""
         B, T, D = x.shape
         P, H = len(self.qkv), self.config.n_head_parallel
         # Each block's LayerNorm has its own gain and bias: fold moves these into its qkv map.
@@ -254,10 +254,10 @@ class MoEP(nn.Module):
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
-            if name.endswith('bias'):
+            if name.endswith('bias') and 'router.' not in name:
                 nn.init.zeros_(p)
-            elif 'ln_' not in name:                      # the gains of LayerNorms are ones already
-                nn.init.normal_(p, std=std)
+            elif 'ln_' not in name and 'router.' not in name or name.endswith('router.linear.weight'):
+                nn.init.normal_(p, std=std)              # gains are ones; your router sets the rest
 
     def features(self, idx, cache=None):
         """(B, T) token ids -> final-norm states (B, T, D), auxiliary losses summed over layers."""

@@ -11,6 +11,7 @@ import torch
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.machine import Machine
+from plumbing.models import reads_on
 
 
 def cell(tokenizer, i):
@@ -55,7 +56,7 @@ def read_arguments():
     parser.add_argument('run', help='a run folder (out/moep), or a checkpoint (out/moep/ckpt_1M.pt)')
     parser.add_argument('--prompt', default='', help='text to go on from; if empty, a new document')
     parser.add_argument('--num', type=between(1, 1000), default=1, help='samples')
-    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=200)
+    parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6), default=200)
     parser.add_argument('--temperature', type=between(0, 100, float), default=0.8,
                         help='0: always the most probable token')
     parser.add_argument('--top_k', type=between(0, 65536), default=50,
@@ -71,6 +72,8 @@ def read_arguments():
         args.temperature = 0
     if any('\ud800' <= letter <= '\udfff' for letter in args.prompt):
         raise UserError('--prompt is not UTF-8')
+    if args.next is not None and args.routes:
+        raise UserError('--next prints tokens, --routes a text and its routes: choose one')
     return args
 
 
@@ -109,10 +112,11 @@ def main():
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()
-            if idx.size(1) > limit:
+            if idx.size(1) > limit and not reads_on(model):
                 print(f'the first {limit} of {idx.size(1)} tokens, '
                       'which is as far as the model sees at once:')
-            show_routes(model, tokenizer, idx[:, :limit])
+                idx = idx[:, :limit]
+            show_routes(model, tokenizer, idx)
 
 
 if __name__ == '__main__':

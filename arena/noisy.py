@@ -25,6 +25,7 @@ class NoisyRouter(Router):
     def __init__(self, d, n_choices, config):
         super().__init__(d, n_choices, config)
         self.noise = nn.Linear(d, n_choices, bias=False)        # v
+        nn.init.normal_(self.noise.weight, std=0.02)
 
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie

@@ -21,7 +21,6 @@ from plumbing.tokenizer import load_tokenizer
 
 # ---- Reading a checkpoint: nothing in it is believed before it is checked -----------------------
 
-
 PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
              frozen=list[str], token=str)
@@ -206,7 +205,6 @@ def data_folder(ckpt):
 
 
 # ---- Where a model starts -----------------------------------------------------------------------
-
 
 def start_model(s, module, model_keys, corpus):
     """-> a fresh model, another run's, or what a surgery makes of other runs'; and its report."""

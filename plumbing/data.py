@@ -279,7 +279,6 @@ class Data:
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 
-
 def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):
     """Windows of seq_len targets that cover every token but the first exactly once, or the first
     eval_tokens; this process's share of them."""

@@ -22,7 +22,6 @@ from plumbing.tokenizer import copy_tokenizer
 
 # ---- Resuming -----------------------------------------------------------------------------------
 
-
 def check_resume(ckpt, s, model_keys, corpus, machine):
     """A resumed run keeps model, tokenizer and data. Other settings may change, and are told."""
     if ckpt['model'] != s.model:
@@ -63,7 +62,6 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
 
 
 # ---- The folder ---------------------------------------------------------------------------------
-
 
 class RunFolder:
     """out/<run>. Only the first process writes; another run cannot write at the same time."""
@@ -202,7 +200,7 @@ class RunFolder:
         if (self.path / 'ckpt.pt').exists():
             kept = f'the last good checkpoint is {self.path}/ckpt.pt'
         raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; {kept}; '
-                        'try a lower learning_rate')
+                        'try a lower learning_rate, or look into the model if step 0 has a val loss of nan')
 
     def restore(self, ckpt, model, optimizer, memory):
         """Put back what the checkpoint holds besides the weights and the place in the data, and empty it:

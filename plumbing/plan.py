@@ -164,7 +164,7 @@ def show_sample(model, s, corpus, machine):
     if routed:
         hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
     hints[f'python -m tools.compare {s.out_dir} out/...'] = 'a table and curves of several runs'
-    hints['python train.py --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
+    hints[f'python train.py --model={s.model} --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
     width = max(map(len, hints))
     for command, what in hints.items():
         machine.say(f'  {command:{width}}   # {what}')

@@ -86,9 +86,10 @@ class Settings:
 
 # ---- From the command line to Settings ----------------------------------------------------------
 
-
 def read_settings(argv, usage=''):
     """-> Settings, the model's module, and the keys given for the model's own Config."""
+    if not argv:
+        raise UserError('name a config, as config/moep.py, or ask for --help')
     asked_for_help = '-h' in argv or '--help' in argv
     values = read_command([arg for arg in argv if arg not in ('-h', '--help')])
     module = import_model(values.get('model', Settings.model))
@@ -154,7 +155,6 @@ def check_ranges(s):
 
 
 # ---- Config files and --key=value ---------------------------------------------------------------
-
 
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
               ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -231,6 +231,8 @@ def read_config(path):
 def config_hint(path):
     if '=' in path:
         return f'; write --{path.lstrip("-")}'
+    if Path(path).is_dir():
+        return ': that is a folder; name a config in it'
     guess = Path('config', path.removeprefix('config/').removesuffix('.py') + '.py')
     near = difflib.get_close_matches(guess.name, [p.name for p in guess.parent.glob('*.py')], 1)
     return f'; did you mean {guess.with_name(near[0]).as_posix()}?' if near else ''

@@ -38,7 +38,6 @@ def blocks(model, least=1):
 
 # ---- Activations: compute them again instead of keeping them -------------------------------------
 
-
 def recompute(forward):
     """A block's forward that keeps only its arguments, and runs again in backward. torch then draws
     the same dropout on the devices of these arguments, so all of them are passed to it."""
@@ -106,7 +105,6 @@ def is_same_loss(model, whole, sliced, head, machine):
 
 
 # ---- Sharding ------------------------------------------------------------------------------------
-
 
 def replicate(model, s, machine):
     """Several processes that do not share one model each have a copy, and add up their gradients."""

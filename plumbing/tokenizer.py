@@ -35,7 +35,6 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 # ---- The kinds. Each is made from `blob`, the content of the file that travels with the data ----
 
-
 class Tokenizer:
     """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad` is
     read but never predicted: it fills up a chunk, or is the pause."""
@@ -242,7 +241,6 @@ def choose_tokenizer(name):
 
 # ---- Their files --------------------------------------------------------------------------------
 
-
 FILES = dict(bpe='tokenizer.tiktoken', gpt2='tokenizer.tiktoken', neox='tokenizer.json', bytes=None)
 
 
@@ -332,7 +330,6 @@ def copy_tokenizer(source, target):
 
 
 # ---- The BPE trainer ----------------------------------------------------------------------------
-
 
 def train_bpe(counts, vocab_size):
     """Byte-level BPE on {pre-token: count} -> the tokens in rank order, at most vocab_size - 1.

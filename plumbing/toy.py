@@ -49,7 +49,6 @@ class Dice(random.Random):
 
 # ---- Sentences ----------------------------------------------------------------------------------
 
-
 def inflect(verb, plural, past):
     verb, *rest = verb.split(' ')                        # look at -> looks at
     if verb == 'be':
@@ -107,7 +106,6 @@ def scene(dice, kind, past, place, test=False):
 
 
 # ---- Documents and rows -------------------------------------------------------------------------
-
 
 def story(dice):
     """An opening, what is to be seen, a small trouble and its end. The hero may be two children."""

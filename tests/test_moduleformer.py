@@ -968,6 +968,20 @@ def test_a_pruned_model_is_a_model():
     assert all(row['after'] == 2 for row in table) and rebuilt(twice)(x)[0].shape == (3, 8, 37)
 
 
+def test_surgery_keeps_a_router_of_your_own():
+    class Sharp(Router):
+        def forward(self, x_ND):
+            return super().forward(8 * x_ND)
+
+    class Mine(ModuleFormer):
+        router = Sharp
+    torch.manual_seed(0)
+    model, x = Mine(ModuleFormerConfig(**SMALL)), tokens()
+    again = absorb_inserted(model)
+    assert type(again) is Mine and torch.equal(again(x)[0], model(x)[0])
+    assert type(prune_experts(insert_experts(model), batches=[(x, x)])[0]) is Mine
+
+
 def test_pruning_errors():
     model, x = make().train(), tokens()
     with pytest.raises(ValueError, match='max or sum'):

@@ -466,6 +466,21 @@ def test_initialisation(swiglu):
     assert len(sizes) == 2 and all(0.3 < s < 3 for s in sizes), sizes
 
 
+def test_what_a_router_of_your_own_adds_keeps_its_values():
+    class Tempered(moep.Router):
+        def __init__(self, d, n_choices, config):
+            super().__init__(d, n_choices, config)
+            self.temperature = torch.nn.Parameter(torch.ones(1))
+            self.bias = torch.nn.Parameter(torch.full((n_choices,), 3.0))
+
+    class Mine(MoEP):
+        router = Tempered
+    model = Mine(MoEPConfig(**SMALL))
+    routers = [m for m in model.modules() if isinstance(m, Tempered)]
+    assert routers and all(m.temperature == 1 and (m.bias == 3).all() for m in routers)
+    assert all(m.linear.weight.std() < 0.03 for m in routers)
+
+
 def test_paper_sizes():
     for changes, total in ((dict(n_layer=12, n_parallel=0), 28e6), (dict(), 28e6), (dict(swiglu=True), 38e6)):
         with torch.device('meta'):

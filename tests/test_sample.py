@@ -66,6 +66,12 @@ def test_routes(call):
             assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
 
 
+def test_routes_of_the_prompt_alone(call, run, trained):
+    text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 0)
+    assert text.startswith('The dogs\n\ntoken') and text.splitlines()[-1].startswith(' dogs')
+    assert 'choose one' in run('sample.py', trained, '--next', 3, '--routes', code=2).stderr
+
+
 def test_the_heaviest_choice_comes_first(data_dir, capsys):
     model = SimpleNamespace(routes=lambda idx: dict(layer=torch.tensor([[[0.2, 0.0, 0.7, 0.1]]])))
     sample.show_routes(model, load_tokenizer(data_dir / 'toy_stories'), torch.tensor([[5]]))
@@ -76,6 +82,13 @@ def test_routes_of_a_long_text_begin_with_the_prompt(call):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 60)
     table = text[text.index('the first 32 of 6'):].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
+
+
+def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
+    folder = smoke('config/moduleformer.py')
+    text = call('--routes', '--max_new_tokens', 130, folder=folder)      # it was trained on windows of 128
+    table = text[text.rindex('token'):].splitlines()
+    assert 'as far as the model sees' not in text and len(table) == 1 + 1 + 130
 
 
 def test_documents_are_set_apart(data_dir):

@@ -743,7 +743,7 @@ def one_line(done):
     (['learning_rate=1e-3'], ['write --learning_rate=1e-3']),
     (['moduleformer'], ['did you mean config/moduleformer.py?']),
     (['LICENSE'], ['LICENSE:1: ']),
-    (['.'], ['there is no config file .\n']),
+    (['config/arena/selfmoe_gates'], ['selfmoe_gates: that is a folder; name a config in it\n']),
     (['--model=prepare'], ["prepare.py lacks the line 'Config, Model"]),
     (['--top_k=9'], ['top_k = 9 is more than n_block or n_expert']),
     (['--qqq=1'], ["unknown key 'qqq'\n"]),
@@ -753,6 +753,11 @@ def test_mistakes_are_one_line(tiny, tmp_path, args, words):
     line = one_line(tiny('--max_iters=5', *args, code=2))
     assert all(word in line for word in words), line
     assert not (tmp_path / 'run').exists()
+
+
+def test_without_a_config(run):
+    done = run('train.py', code=2, here=True)
+    assert one_line(done) == 'train.py: name a config, as config/moep.py, or ask for --help\n'
 
 
 @pytest.mark.parametrize('value', [0.5, torch.ones(2)])
