@@ -1,9 +1,8 @@
 """
 Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
 
-    python -m tools.check mine                          # mine.py with config/mine.py, if it exists
-    python -m tools.check mine --top_k=1                # any setting, as to train.py
-    python -m tools.check moep --config config/gpt2.py  # another config
+    python -m tools.check mine --top_k=1    # mine.py with config/mine.py, if it exists; any setting
+    python -m tools.check arena/mine.py     # with config/arena/toy/mine.py or router_mine.py there
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
 all weights, since a gate that starts at zero hides its faults. The exit code is 1 if one is found.
@@ -11,17 +10,16 @@ all weights, since a gate that starts at zero hides its faults. The exit code is
 
 import contextlib
 import json
-import sys
 import traceback
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.models import make_config
+from plumbing.models import explain, make_config
 from plumbing.settings import read_settings
 
 
@@ -38,17 +36,28 @@ def batch(config):
     return x[:, :-1], x[:, 1:].masked_fill(torch.rand(4, config.block_size) < 0.1, -1)
 
 
-def rebuild(module, model):
+def rebuild(module, model, **changes):
     """The model as a checkpoint brings it back: from plain values and the state_dict."""
     json.dumps(asdict(model.config))                     # fails if something is not plain
-    other = module.Model(module.Config(**asdict(model.config)))
+    other = module.Model(module.Config(**asdict(model.config) | changes))
     other.load_state_dict(model.state_dict())
     return other.eval()
 
 
-def train(model, optimizer, seed):
+def choices(model, x):
+    """{router: choices (N, K)}, if it returns (gates, choices, losses) as docs/routers.md says"""
+    found = {}
+    for name, part in model.named_modules():
+        if name.endswith('router'):
+            part.register_forward_hook(lambda _, __, out, name=name: found.update({name: out}))
+    model.features(x)
+    return {name: out[1] for name, out in found.items() if len(out) == 3}
+
+
+def train(model, seed):
     """Three steps -> their losses, and the logits that the model then has in eval mode."""
     torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters())     # no weight decay: gradients alone
     losses = []
     for _ in range(3):
         _, loss, aux = model.train()(*batch(model.config))
@@ -57,6 +66,11 @@ def train(model, optimizer, seed):
         optimizer.step()
         losses.append(loss.item())
     return losses, model.eval()(batch(model.config)[0])[0].tolist()
+
+
+def builds(module, model, x, y):
+    """the model can be built and run: without that, there is nothing to check"""
+    assert len(model(x)) == 3, 'forward() does not return (logits, loss, aux)'
 
 
 def shapes(module, model, x, y):
@@ -85,12 +99,10 @@ def causal(module, model, x, y):
 def cached(module, model, x, y):
     """with a cache logits are the same, token by token or in parts; so is what generate() takes"""
     T = x.size(1)
-    parts = () if getattr(model.config, 'byte_limit', 0) else (1, T // 2 + 1)  # bytes: generate() alone
-    for n in parts:
+    for n in () if getattr(model.config, 'byte_limit', 0) else (1, T // 2 + 1):
         cache = []
         logits = torch.cat([model(part, cache=cache)[0] for part in x.split(n, 1)], 1)
-        assert same(model(x)[0], logits), \
-            f'with a cache, {n} at a time, logits differ; look at positions, masks, what it holds'
+        assert same(model(x)[0], logits), f'with a cache, {n} at a time, logits differ; look at positions'
     for n in (T - 2, T + 5):
         prompt = x.repeat(1, 2)[:, :n]
         out = model.generate(prompt, T // 3, temperature=0)
@@ -133,65 +145,55 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """gates are (B, T, choices), at most top_k are not 0, and they sum to 1 (or less: not renormalised)"""
-    found = [*model.routes(x).items(), *model.train().routes(x).items()]     # in training too
+    """a token's choices differ; at most top_k gates are not 0, and they sum to 1 (less: not renormalised)"""
     least = 0 if 'not renormalised' in Path(module.__file__).read_text(encoding='utf-8') else 1
-    for name, gate in found:
-        assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
-        total = gate.sum(-1)
-        assert gate.min() >= 0 and same(total, total.clamp(least, 1)), \
-            f'{name}: gates, at least {gate.min():.3g}, sum to {total.min():.3g} up to {total.max():.3g}; ' \
-            'they should sum to 1, or the file should say that they are not renormalised'
-        most = (gate > 0).sum(-1).max().item()
-        assert most <= getattr(model.config, 'top_k', most), \
-            f'{name}: a token takes {most} choices; count_params() goes by top_k = {model.config.top_k}'
+    for mode in ('eval', 'training'):
+        found = model.train(mode == 'training').routes(x)
+        for name, chosen in choices(model, x).items():
+            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
+        for name, gate in found.items():
+            assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
+            total, most = gate.sum(-1), (gate > 0).sum(-1).max()
+            assert gate.min() >= 0 and same(total, total.clamp(least, 1)), f'{name}: gates, ' \
+                f'at least {gate.min():.3g}, sum to {total.min():.3g} up to {total.max():.3g}; ' \
+                'they should sum to 1, or the file should say that they are not renormalised'
+            assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
+                f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'
     return None if found else 'routes() is {}: nothing is chosen'
 
 
 def gradients(module, model, x, y):
     """every parameter gets a gradient, from the loss or from an auxiliary loss"""
     before = deepcopy(model.state_dict())
-    train(model, torch.optim.Adam(model.parameters()), seed=1)   # no weight decay: gradients alone
+    train(model, seed=1)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and p.equal(before[name])]
     assert not idle, f"no gradient reaches {', '.join(idle[:3])} ({len(idle)} in all); is it used?"
 
 
-def buffers(module, model, x, y):
-    """training changes only parameters and buffers"""
-    train(model, torch.optim.Adam(model.parameters()), seed=1)
+def resume(module, model, x, y):
+    """a run that is saved, rebuilt and resumed has the same losses, bit for bit"""
+    train(model, seed=1)
     other = rebuild(module, model)
-    for its, mine in zip(other.buffers(), model.buffers()):
-        its.copy_(mine)                                  # unsaved ones too: `resume` checks those
-    a, b = [train(each, torch.optim.Adam(each.parameters()), seed=2) for each in (model, other)]
+    a, b = train(model, seed=2), train(other, seed=2)
     for (name, part), twin in zip(model.named_modules(), other.modules()):
         for key in vars(part).keys() - vars(torch.nn.Module()):
             mine, its = repr(vars(part)[key]), repr(vars(twin).get(key))
-            assert mine == its or ' at 0x' in mine, \
-                f'training changes {name}.{key}, which is not saved; use register_buffer'
-    assert a == b, 'training changes something that is not saved; look for globals, use register_buffer'
-
-
-def resume(module, model, x, y):
-    """a run that is saved, rebuilt and resumed has the same losses, bit for bit"""
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, seed=1)
-    other = rebuild(module, model)
-    resumed = torch.optim.Adam(other.parameters())
-    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
-    assert train(model, optimizer, seed=2) == train(other, resumed, seed=2), \
-        'losses differ; look for buffers with persistent=False, and for state that is no buffer'
+            assert mine == its or ' at 0x' in mine, f'training changes {name}.{key}; use register_buffer'
+    assert a == b, 'losses differ; look for globals, and for buffers with persistent=False'
 
 
 def sparse(module, model, x, y):
     """sparse=True and sparse=False have the same logits and gradients"""
     if not hasattr(model.config, 'sparse'):
         return "the config has no field 'sparse'"
-    other = module.Model(replace(model.config, sparse=not model.config.sparse)).eval()
-    other.load_state_dict(model.state_dict())
-    assert same(model(x)[0], other(x)[0]), 'logits differ with sparse=True and sparse=False'
+    other = rebuild(module, model, sparse=not model.config.sparse)
+    a, b = model(x)[0], other(x)[0]
+    assert same(a, b), 'logits differ with sparse=True and sparse=False'
     (model(x, y)[1] + other(x, y)[1]).backward()
     for (name, p), its in zip(model.named_parameters(), other.parameters()):
         assert p.grad is None or same(p.grad, its.grad), f'gradients of {name} differ with sparse'
+    if a.equal(b) and all(map(torch.equal, choices(model, x).values(), choices(other, x).values())):
+        return 'sparse changes nothing: routers choose the same K, and logits are equal bit for bit'
 
 
 def counts(module, model, x, y):
@@ -201,8 +203,7 @@ def counts(module, model, x, y):
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
 
 
-CHECKS = (shapes, causal, cached, batched, repeats, rebuilds, routes, gradients, buffers, resume,
-          sparse, counts)
+CHECKS = (shapes, causal, cached, batched, repeats, rebuilds, routes, gradients, resume, sparse, counts)
 
 
 def run_check(check, module, config):
@@ -214,36 +215,35 @@ def run_check(check, module, config):
             p.data.add_(0.05 * torch.randn_like(p))
         reason = check(module, model, *batch(config))
         return ('-', reason) if reason else ('ok', check.__doc__)
-    except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
-        place = f'{Path(module.__file__).name}:{frames[-1].lineno}: ' if frames else ''
-        kind = '' if isinstance(error, AssertionError) else f'{type(error).__name__}: '
-        return 'WRONG', place + kind + ' '.join(str(error).split())[:250]
+    except Exception as e:
+        mine = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == module.__file__]
+        place = f'{Path(module.__file__).name}:{mine[-1].lineno}' if mine else ''
+        text = f'{place}: {type(e).__name__}: {e}' if mine else explain(e)
+        return 'WRONG', ' '.join(text.split())[:250]
 
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument('model', help='the model file, without .py')
-    parser.add_argument('--config', help='config/<model>.py if not given')
+    parser.add_argument('model', help='the model file: mine, mine.py, arena.mine or arena/mine.py')
+    parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
-    path = Path(args.config or f'config/{args.model}.py')
-    given = [str(path)] if args.config or path.exists() else []
-    s, module, keys = read_settings([*given, *extra, f'--model={args.model}'])
+    name = '.'.join(Path(args.model.removesuffix('.py')).parts)
+    path = f"config/{name.replace('arena.', 'arena/toy/')}.py"
+    found = [each for each in (path, path.replace('/toy/', '/toy/router_')) if Path(each).exists()]
+    given = [args.config] if args.config else found[:1]
+    s, module, keys = read_settings([*given, *extra, f'--model={name}'])
     if s.init_from:
-        raise UserError(f'{path} starts from another run; check builds fresh models')
+        raise UserError(f"{' '.join(given)} starts from another run; check builds fresh models")
     slots = keys.get('byte_limit', 0) + 1
     config = make_config(module, dict(vocab_size=256) | keys | dict(block_size=max(2, 48 // slots) * slots))
-    print(f"{args.model}.py with {' '.join([*given, *extra]) or 'the defaults of its Config'}")
+    print(f"{name.replace('.', '/')}.py with {' '.join([*given, *extra]) or 'the defaults of its Config'}")
     torch.set_num_threads(1)                             # faster at this size
     wrong = 0
-    for check in CHECKS:
+    for check in CHECKS if run_check(builds, module, config)[0] == 'ok' else [builds]:
         verdict, text = run_check(check, module, config)
         wrong += verdict == 'WRONG'
-        mark = f'{verdict:5}'
-        if sys.stdout.isatty() and verdict != '-':
-            mark = f'\033[{31 if verdict == "WRONG" else 32}m{mark}\033[0m'
-        print(f'{mark}  {check.__name__:9}  {text}', flush=True)
-    sys.exit(min(wrong, 1))
+        print(f'{verdict:5}  {check.__name__:9}  {text}', flush=True)
+    raise SystemExit(min(wrong, 1))
 
 
 if __name__ == '__main__':

@@ -1,11 +1,13 @@
 """tools/check.py: green for every model and its variants; each planted fault turns its own row red."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 from plumbing.models import import_model
+from plumbing.settings import Settings
 from tools import check
 
 SMALL = dict(vocab_size=32, block_size=12, n_layer=2, n_head=2, n_embd=16)
@@ -53,20 +55,29 @@ def check_all(module, config):
 def test_ours_are_green(name, config):
     rows, red = check_all(import_model(name), config)
     assert red == [], rows
-    assert (rows['sparse'][0] == 'ok') == (name in ('moep', 'moduleformer'))
+    is_routed = name in ('moep', 'moduleformer') and config.get('n_parallel') != 0
+    assert rows['sparse'][0] == ('ok' if is_routed else '-')
 
 
 @pytest.fixture
-def patched(tmp_path):
-    """A model file with some text replaced, as a module of its own."""
-    def patched(name, old, new):
-        text = (ROOT / f'{name}.py').read_text(encoding='utf-8')
-        assert text.count(old) == 1
-        (tmp_path / 'mine.py').write_text(text.replace(old, new), encoding='utf-8')
+def load(tmp_path):
+    """A text as a module of its own, mine.py."""
+    def load(text):
+        (tmp_path / 'mine.py').write_text(text, encoding='utf-8')
         spec = importlib.util.spec_from_file_location('mine', tmp_path / 'mine.py')
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+    return load
+
+
+@pytest.fixture
+def patched(load):
+    """A model file with some text replaced."""
+    def patched(name, old, new):
+        text = (ROOT / f'{name}.py').read_text(encoding='utf-8')
+        assert text.count(old) == 1
+        return load(text.replace(old, new))
     return patched
 
 
@@ -104,9 +115,9 @@ FAULTS = {                                               # of moep.py: the row, 
     'choices in training': ('routes', f'best_NE{TOP_K}, order_NE{TOP_K}',
                             'best_NE[:, :K], order_NE[:, :K]'.replace('K', '(4 if self.training else 2)')),
     'unused parameter': ('gradients', LINEAR, f'{LINEAR}        self.scale = nn.Parameter(torch.ones(3))\n'),
-    'number': ('buffers', *counting('self.steps = 1')),
-    'tensor': ('buffers', *counting('self.steps = torch.ones(())')),
-    'list': ('buffers', 'activate(h, swiglu):\n',
+    'number': ('resume', *counting('self.steps = 1')),
+    'tensor': ('resume', *counting('self.steps = torch.ones(())')),
+    'list': ('resume', 'activate(h, swiglu):\n',
              'activate(h, swiglu, calls=[1]):\n    calls[0] += 1\n    h = h / calls[0]\n'),
     'unsaved buffer': ('resume', *counting(BUFFER.replace(')))', ')), persistent=False)'))),
     'dense': ('sparse', SCATTER, SCATTER.replace('gate_NK)', '1 / self.config.top_k)')),
@@ -139,18 +150,134 @@ def test_faults_of_other_models(patched, name, config, row, old, new):
     assert check.run_check(getattr(check, row), module, module.Config(**config))[0] == 'WRONG'
 
 
+def test_state_that_is_not_saved_is_named(patched):
+    module = patched('moep', *counting('self.steps = 1'))
+    found = check.run_check(check.resume, module, module.Config(**MOEP))
+    assert found == ('WRONG', 'training changes parallel.0.router.steps; use register_buffer')
+
+
 def test_state_in_a_buffer_is_green(patched):
     module = patched('moep', *counting(BUFFER))
-    for row in (check.buffers, check.resume):
-        assert check.run_check(row, module, module.Config(**MOEP))[0] == 'ok'
+    assert check.run_check(check.resume, module, module.Config(**MOEP))[0] == 'ok'
+
+
+# ---- Routers that are a file of their own --------------------------------------------------------
+
+
+ROUTER = """import torch
+from {base} import {model}, {model}Config, Router
+
+class MyRouter(Router):
+{body}
+
+class Mine({model}):                                     # its gates are not renormalised
+    router = MyRouter
+
+Config, Model = {model}Config, Mine
+"""
+
+
+@pytest.fixture
+def router(load):
+    """A model file that replaces the router, and its Config."""
+    def router(base, body):
+        model, config = dict(moep=('MoEP', MOEP), moduleformer=('ModuleFormer', POOLS))[base]
+        module = load(ROUTER.format(base=base, model=model, body=body))
+        return module, module.Config(**config)
+    return router
+
+
+def changed(line, when='True'):
+    return f"""
+    def forward(self, x_ND):
+        gates, choices, losses = super().forward(x_ND)
+        if {when}:
+            {line}
+        return gates, choices, losses"""
+
+
+TWICE = 'choices = choices[:, :1].expand(-1, 2)'
+
+
+@pytest.mark.parametrize('base, first', [('moep', 'shrink.router'), ('moduleformer', 'blocks.0.att.router')])
+@pytest.mark.parametrize('when, mode', [
+    ('True', 'eval'), ('self.training', 'training'), ('not self.training', 'eval')])
+def test_a_choice_that_is_taken_twice(router, base, first, when, mode):
+    found = check.run_check(check.routes, *router(base, changed(TWICE, when)))
+    assert found == ('WRONG', f'{first}: in {mode} a token takes one choice twice')
+
+
+def test_one_token_that_takes_a_choice_twice(router):
+    line = 'choices = choices.clone(); choices[-1] = 1'
+    assert 'one choice twice' in check.run_check(check.routes, *router('moduleformer', changed(line)))[1]
+
+
+def test_experts_that_choose_tokens(router):
+    """In training a token may be chosen by all experts: it then costs more than is counted."""
+    line = 'gates, choices = gates.new_full((len(x_ND), 3), 1 / 3), torch.arange(3).expand(len(x_ND), 3)'
+    found = check.run_check(check.routes, *router('moep', changed(line, 'self.training')))
+    assert found == ('WRONG', 'shrink: in training a token takes 3 choices; its cost is counted from '
+                              'top_k = 2: take no more')
+
+
+def test_a_router_that_ignores_sparse(router, patched):
+    own = """
+    def forward(self, x_ND):
+        gates, choices = self.linear(x_ND).softmax(-1).topk(2)
+        return gates / gates.sum(-1, keepdim=True), choices, gates.sum()"""
+    verdict, text = check.run_check(check.sparse, *router('moep', own))
+    assert verdict == '-' and text.startswith('sparse changes nothing')
+    config = dict(MOEP, n_block=2, n_expert=2)           # K = E: it computes the same, in another order
+    moep = import_model('moep')
+    assert check.run_check(check.sparse, moep, moep.Config(**config))[0] == 'ok'
+    for change, verdict in ((1, 'WRONG'), (1e-6, 'ok')):  # no router, but something else that reads it
+        scaled = f'self.ln_f(x) * (1 + {change} * self.config.sparse), aux'
+        module = patched('moep', 'self.ln_f(x), aux', scaled)
+        assert check.run_check(check.sparse, module, module.Config(**SMALL, n_parallel=0))[0] == verdict
+
+
+TWO_VALUES = """
+    def forward(self, x_ND):
+        return super().forward(x_ND)[:2]"""
+WRONG_LOSS = """
+    def forward(self, x_ND):
+        return *super().forward(x_ND)[:2], self.balance_loss(x_ND, None)"""
+NO_SUPER = """
+    def __init__(self, d, n_choices, config):
+        self.linear = torch.nn.Linear(d, n_choices)"""
+
+
+def line_of(path, text):
+    """Where a text stands last, as file:line."""
+    lines = path.read_text(encoding='utf-8').splitlines()
+    return f'{path.name}:{max(i for i, line in enumerate(lines, 1) if text in line)}'
+
+
+@pytest.mark.parametrize('body, file, line, error', [
+    (TWO_VALUES, 'moep.py', 'gate_NK, choice_NK, balance = self.router', 'ValueError: not enough values'),
+    (WRONG_LOSS, 'mine.py', 'self.balance_loss', 'TypeError: scatter()'),
+    (NO_SUPER, 'mine.py', 'self.linear', 'AttributeError: cannot assign module before')],
+    ids=['two values', 'wrong loss', 'no super().__init__()'])
+def test_a_model_that_does_not_run_is_told_once(run, monkeypatch, tmp_path, router, body, file, line, error):
+    """By the last line of the user's own file; if there is none, by that of another model file."""
+    module, _ = router('moep', body)
+    monkeypatch.setattr(check, 'read_settings', lambda argv: (Settings(), module, MOEP))
+    head, *rows = run('tools.check', 'mine', cwd=tmp_path, here=True, code=1).stdout.splitlines()
+    place = line_of((tmp_path if file == 'mine.py' else ROOT) / file, line)
+    assert len(rows) == 1 and rows[0].startswith(f'WRONG  builds     {place}: {error}')
+
+
+def test_a_forward_of_two_values(patched):
+    module = patched('moep', 'return logits, None, aux', 'return logits, aux')
+    found = check.run_check(check.builds, module, module.Config(**MOEP))
+    assert found == ('WRONG', 'forward() does not return (logits, loss, aux)')
 
 
 def test_a_crash_is_told_by_its_line(patched):
     module = patched('moep', 'rows = Rows(choice_NK, n_choices=len(self.proj_bias))', 'rows = 1 / 0')
-    lines = (ROOT / 'moep.py').read_text(encoding='utf-8').splitlines()
-    number = 1 + next(i for i, line in enumerate(lines) if 'len(self.proj_bias))' in line)
     found = check.run_check(check.causal, module, module.Config(**MOEP))
-    assert found == ('WRONG', f'mine.py:{number}: ZeroDivisionError: division by zero')
+    place = line_of(Path(module.__file__), 'rows = 1 / 0')
+    assert found == ('WRONG', f'{place}: ZeroDivisionError: division by zero')
 
 
 def test_table_and_exit_code(run, monkeypatch):
@@ -163,8 +290,33 @@ def test_table_and_exit_code(run, monkeypatch):
     assert run('tools.check', *args, here=True, code=1).stdout.splitlines()[1].startswith('WRONG  shapes')
 
 
+@pytest.mark.parametrize('name, head', [
+    ('arena.sigmoid', 'arena/sigmoid.py with config/arena/toy/router_sigmoid.py'),
+    ('arena/sigmoid.py', 'arena/sigmoid.py with config/arena/toy/router_sigmoid.py'),
+    ('arena.moduleformer_bias',
+     'arena/moduleformer_bias.py with config/arena/toy/router_moduleformer_bias.py'),
+    ('moep.py', 'moep.py with config/moep.py'),
+    ('./strong.py', 'strong.py with config/strong.py')])
+def test_which_config_is_taken(run, monkeypatch, name, head):
+    monkeypatch.setattr(check, 'CHECKS', ())
+    assert run('tools.check', name, here=True).stdout.splitlines() == [head]
+
+
+def test_a_config_of_the_same_name_comes_first(run, monkeypatch, tmp_path):
+    """Of those in config/arena/toy; one that is named comes before both."""
+    monkeypatch.setattr(check, 'CHECKS', ())
+    toy = tmp_path / 'config/arena/toy'
+    toy.mkdir(parents=True)
+    for file in ('router_sigmoid.py', 'sigmoid.py', 'other.py'):
+        (toy / file).write_text('n_embd = 12\nn_parallel = 0\n')
+    for args, file in (([], 'sigmoid.py'), (['--config', 'config/arena/toy/other.py'], 'other.py')):
+        said = run('tools.check', 'arena.sigmoid', *args, cwd=tmp_path, here=True).stdout
+        assert said == f'arena/sigmoid.py with config/arena/toy/{file}\n'
+
+
 @pytest.mark.parametrize('args, message', [
     ([], 'model'),
+    (['arena/nothing.py'], 'there is no model file arena.nothing.py; '),
     (['nothing'], 'there is no model file nothing.py; there are: moduleformer, moep'),
     (['arena.sigmiod'], 'there is no model file arena.sigmiod.py; did you mean arena.sigmoid?'),
     (['moep', '--n_blok=3'], 'n_block'),
@@ -178,4 +330,4 @@ def test_mistakes(run, args, message):
 @pytest.mark.parametrize('args', ['moep', 'stlm --config config/stlm_bytes.py'])
 def test_as_a_user(run, args):
     table = run('tools.check', *args.split()).stdout.splitlines()[1:]
-    assert len(table) == 12 and {line.split()[0] for line in table} <= {'ok', '-'}
+    assert len(table) == 11 and {line.split()[0] for line in table} <= {'ok', '-'}
