@@ -297,30 +297,39 @@ def speed():
 
 
 def arena():
-    """Bits per byte, mean and range of the seeds, against training FLOPs per token; a panel per track."""
+    """Bits per byte, mean and range of the seeds, against training FLOPs per token; a panel per track.
+    Entries far above the others stand at the upper edge, with their value."""
     read = tables.leaderboard.read_results
     found = {track: read(track, tables.HERE / 'arena') for track in ('toy', 'baby')}
     found = {track: entries for track, entries in found.items() if len(entries) > 1}
-    figure, axes = plt.subplots(1, len(found), figsize=(7 * len(found), 5.5), squeeze=False)
-    for axis, (track, entries) in zip(axes[0], found.items()):
+    figure, axes = plt.subplots(len(found), 1, figsize=(9.5, 7.5 * len(found)), squeeze=False)
+    for axis, (track, entries) in zip(axes[:, 0], found.items()):
+        bits = {name: [scores['bits_per_byte'] for scores in seeds.values()] for name, seeds in entries.items()}
+        means = {name: statistics.mean(each) for name, each in bits.items()}
+        top = 1.16 * min(means.values())
         places = {}
         for name, seeds in entries.items():
-            bits = [scores['bits_per_byte'] for scores in seeds.values()]
-            cost = [scores['flops_per_token'] / 1e6 for scores in seeds.values()]
-            mean = statistics.mean(bits)
-            reach = [[mean - min(bits)], [max(bits) - mean]]
-            axis.errorbar(cost[0], mean, reach, fmt='o', ms=4)
-            places[name] = cost[0], mean
-        axis.margins(x=0.4)
+            cost = next(iter(seeds.values()))['flops_per_token'] / 1e6
+            mean = means[name]
+            if mean > top:
+                drawn = axis.plot(cost, top, '^', ms=5)
+            else:
+                reach = [[mean - min(bits[name])], [max(bits[name]) - mean]]
+                drawn = axis.errorbar(cost, mean, reach, fmt='o', ms=4)
+            places[name] = cost, min(mean, top), drawn[0].get_color()
+        axis.margins(x=0.36)
         axis.autoscale_view()                            # places are computed with the final limits
         names = []                                       # where they stand, in points
-        for name, place in sorted(places.items(), key=lambda item: item[1][1]):
-            x, y = axis.transData.transform(place) * 72 / figure.dpi
+        for name, (cost, mean, colour) in sorted(places.items(), key=lambda item: item[1][1]):
+            x, y = axis.transData.transform((cost, mean)) * 72 / figure.dpi
             higher = y
-            while any(abs(x - a) < 80 and abs(higher - b) < 9 for a, b in names):
+            while any(abs(x - a) < 120 and abs(higher - b) < 10 for a, b in names):
                 higher += 1
             names.append((x, higher))
-            axis.annotate(name, place, textcoords='offset points', xytext=(5, higher - y - 3), fontsize=7)
+            label = name if means[name] <= top else f'{name}: {means[name]:.2f}'
+            axis.annotate(label, (cost, mean), textcoords='offset points', xytext=(14, higher - y - 3),
+                          fontsize=7.5, color=colour,
+                          arrowprops=dict(arrowstyle='-', color=colour, lw=0.5, shrinkA=0, shrinkB=2))
         axis.set(title=f'track {track}', xlabel='MFLOPs of training per token', ylabel='bits per byte')
         axis.grid(alpha=0.4)
     return figure
