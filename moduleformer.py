@@ -28,8 +28,7 @@ Departures from the paper, and gaps it leaves:
   does not sum to 1. Every loss, also `rout_reg` (Eq. 10), is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
   --stream --memory=T`): a context of 2T directly (section 5.1), of N_L*T through N_L layers (3.2).
-- Not given in the paper: LayerNorm, exact GELU, no biases in maps, untied head, `init_weights`,
-  dropout (0 unless you set it: ten epochs of little text overfit without it, docs/arena.md).
+- Not given in the paper: LayerNorm, exact GELU, no biases, untied head, `init_weights`, `dropout`.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner
@@ -44,9 +43,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 try:
-    from stick_kernels import runs, stick_breaking as fused      # on a GPU: one kernel each way
+    from stick_kernels import can_fuse, stick_breaking as fused  # on a GPU: one kernel each way
 except ImportError:                                      # no Triton, or this file copied alone
-    runs = lambda q, k, v: False
+    can_fuse = lambda q, k, v: False
 
 
 @dataclass
@@ -65,7 +64,7 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
-    dropout: float = 0.0           # on embeddings and on what both pools add
+    dropout: float = 0.0           # on embeddings, and on what pools add; for little text (docs/arena.md)
     query_block: int = 128         # tokens whose attention weights are in memory at one time
     sparse: bool = True            # False: compute every module for every token, to compare
 
@@ -131,7 +130,6 @@ class Router(nn.Module):
     def __init__(self, n, n_new, config):
         super().__init__()
         self.top_k = config.top_k
-        self.sparse = config.sparse
         self.B = nn.Linear(config.n_embd, config.d_router, bias=False)
         self.A = Stack(n, n_new, config.d_router)        # one row per module: its embedding
 
@@ -143,9 +141,6 @@ class Router(nn.Module):
             prob_NE = log_prob_NE.exp()
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
         gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        if not self.sparse:                             # all E modules; a gate of 0 if not chosen
-            gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
         return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
     def losses(self, prob_NE, log_prob_NE):
@@ -177,17 +172,17 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(choice_NK, self.q.n_modules)            # only chosen modules make queries
+        rows = Dispatch(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only chosen modules
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), cache)       # (B, H, S, d)
         # stick_weights(q, k, S-T)[1] @ v, either way:
-        y = fused(q, k, v) if runs(q, k, v) else StickBreaking.apply(q, k, v, self.config.query_block)
+        y = fused(q, k, v) if can_fuse(q, k, v) else StickBreaking.apply(q, k, v, self.config.query_block)
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
         y_RD = rows.linear(rows.sort(y_NKF), self.o())          # y @ o[module], in row order; Eq. 5
-        return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
+        return rows.combine(y_RD).view_as(x), losses            # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
         """(B, H, S, d) each. A cache is read and extended. (Section 3.2's memory: a detached cache.)"""
@@ -207,6 +202,7 @@ class FFNModules(nn.Module):
     """Sparse mixture of D -> d_ffd -> D experts. No token is dropped, however many choose the same."""
     def __init__(self, config, layer, router):
         super().__init__()
+        self.config = config
         n = config.per_layer(config.n_ffd)[layer]
         self.router = router(n, config.new_ffd, config)
         self.fc = Stack(n, config.new_ffd, config.n_embd, config.d_ffd)
@@ -215,11 +211,11 @@ class FFNModules(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(choice_NK, self.fc.n_modules)
+        rows = Dispatch(gate_NK, choice_NK, self.fc.n_modules, self.config.sparse)
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         h_RF = F.gelu(rows.linear(x_RD, self.fc()))             # gelu(x_RD @ fc[module])
         y_RD = rows.linear(h_RF, self.down())                   # h_RF @ down[module]
-        return rows.combine(y_RD, gate_NK).view_as(x), losses   # gated sum of a token's K rows
+        return rows.combine(y_RD).view_as(x), losses            # gated sum of a token's K rows
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -429,7 +425,11 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
 
 class Dispatch:
     """N tokens with K modules each, as R = N*K rows sorted by module: a module's rows are contiguous."""
-    def __init__(self, choice_NK, n_modules):
+    def __init__(self, gate_NK, choice_NK, n_modules, sparse):
+        if not sparse:                                   # all E modules; a gate of 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_modules).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_modules, device=gate_NK.device).expand_as(gate_NK)
+        self.gate_NK = gate_NK
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_modules)
         self.row_NK = self.row.view_as(choice_NK)
 
@@ -445,8 +445,8 @@ class Dispatch:
     def restore(self, y_RD):                             # rows to (token, k) pairs
         return Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.row_NK.shape, -1)
 
-    def combine(self, y_RD, gate_NK):                    # the gated sum of each token's K rows
-        return (gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
+    def combine(self, y_RD):                             # the gated sum of each token's K rows
+        return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
 
 
 class StickBreaking(torch.autograd.Function):

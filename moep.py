@@ -72,7 +72,7 @@ class MoEPConfig:
 
 class Router(nn.Module):
     """Scores E choices per token, keeps the best K -> gates (N, K), choices (N, K), balance loss.
-    A token's K choices differ, and its gates sum to 1: ParallelLayer relies on both. It adds no noise."""
+    A token's K choices differ, and its gates sum to 1: ParallelLayer relies on both."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -85,11 +85,7 @@ class Router(nn.Module):
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        balance = self.balance_loss(prob_NE, choice_NK)
-        if not self.config.sparse:                      # all E choices; a gate of 0 if not chosen
-            gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(prob_NE.size(1), device=x_ND.device).expand_as(prob_NE)
-        return gate_NK, choice_NK, balance
+        return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
@@ -139,14 +135,14 @@ class ParallelLayer(nn.Module):
         y_NPD = self.attention(x, cache)
         gate_NK, choice_NK, balance = self.router(x_ND)
         # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
-        rows = Rows(choice_NK, n_choices=len(self.proj_bias))
+        rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
         att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + bias
         n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
         fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
         h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
-        return x + rows.combine(att_RD + ffn_RD, gate_NK).view_as(x), balance     # sum_k gate * row
+        return x + rows.combine(att_RD + ffn_RD).view_as(x), balance    # sum_k gate * row
 
 
 def linear_stack(n, d_in, d_out):
@@ -158,9 +154,9 @@ class MoE(nn.Module):
     def __init__(self, d_in, d_out, config, router=Router):
         super().__init__()
         E = config.n_expert
-        self.swiglu = config.swiglu
+        self.config = config
         self.router = router(d_in, E, config)
-        if self.swiglu:
+        if config.swiglu:
             self.fc, self.fc_bias = linear_stack(E, d_in, 2 * config.expert_hidden)
             d_in = config.expert_hidden
         self.down, self.down_bias = linear_stack(E, d_in, d_out)
@@ -168,12 +164,12 @@ class MoE(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        rows = Rows(choice_NK, n_choices=len(self.down_bias))
+        rows = Rows(gate_NK, choice_NK, len(self.down_bias), self.config.sparse)
         h_RF = rows.spread(x_ND)                                # x_ND[token]
-        if self.swiglu:
+        if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
         y_RD = rows.linear(h_RF, self.down, self.down_bias)  # h @ down[expert] + down_bias[expert]
-        return rows.combine(y_RD, gate_NK).unflatten(0, x.shape[:2]), balance
+        return rows.combine(y_RD).unflatten(0, x.shape[:2]), balance
 
 
 # ---- GPT-2's own parts ---------------------------------------------------------------------------
@@ -326,7 +322,7 @@ class MoEP(nn.Module):
         return found
 
     def count_params(self):
-        """Total, and active: what a token uses: of output projections, FFNs and experts K each."""
+        """Total, and active: what one token uses. Of output projections, FFNs and experts only K count."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up; wte is also the head
         for name, p in self.named_parameters():
@@ -340,9 +336,12 @@ class MoEP(nn.Module):
 
 class Rows:
     """N tokens with K choices each, as R = N*K rows sorted by choice: a choice's rows are contiguous."""
-    def __init__(self, choice_NK, n_choices):
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
+        if not sparse:                                   # all E choices; a gate of 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
-        self.choice_NK = choice_NK
+        self.gate_NK, self.choice_NK = gate_NK, choice_NK
         self.row_NK = self.row.view_as(choice_NK)
         self.token = self.pair // choice_NK.size(1)      # (R,) the token of each row
         self.choice = choice_NK.flatten()[self.pair]     # (R,) its block or expert
@@ -359,9 +358,9 @@ class Rows:
         y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
         return y_RF + GroupBias.apply(b_EF.to(y_RF.dtype), self.choice)
 
-    def combine(self, y_RD, gate_NK):                    # the gated sum of each token's K rows
-        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*gate_NK.shape, -1)
-        return (gate_NK[:, :, None] * y_NKD).sum(1)
+    def combine(self, y_RD):                             # the gated sum of each token's K rows
+        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.gate_NK.shape, -1)
+        return (self.gate_NK[:, :, None] * y_NKD).sum(1)
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):

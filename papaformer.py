@@ -367,7 +367,8 @@ def compose(paths, **settings):
                  n_embd=sum(c.n_embd for c in configs), n_parallel=configs[0].n_layer,
                  path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],
                  path_ffn_hidden=[path.first[0].down.in_features for path in paths])
-    model = PaPaformer(PaPaformerConfig(**{**default, **settings, **fixed})).to(paths[0].wte.weight)
+    config = type(configs[0])(**{**default, **settings, **fixed})
+    model = type(paths[0])(config).to(paths[0].wte.weight)
     with torch.no_grad():
         model.wte.weight.copy_(torch.cat([path.wte.weight for path in paths], 1))
         model.head.weight.copy_(torch.cat([path.head.weight for path in paths], 1))

@@ -40,7 +40,7 @@ tokens, D width, H heads, E experts, K chosen per token, F hidden width.
 
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -287,7 +287,7 @@ def rebuild(model, **changes):
     """A new model with a changed config, in the same mode. It keeps the weights that both have."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
-    new = SelfMoE(SelfMoEConfig(**{**asdict(model.config), **changes})).to(model.wte.weight)
+    new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     old, known = model.state_dict(), new.state_dict().keys()
     new.load_state_dict({name: old[name] for name in old.keys() & known}, strict=False)
     return new.train(model.training)
@@ -309,17 +309,16 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
     its gate's contribution, goes through final norm and head. `rule` compares the two perplexities
     (one per sequence, then the mean). `threshold` is the relative change that the rule `changes`
     asks for, `layer` the first block, counted from 0, whose gate `from_layer` keeps."""
-    first_kept = layer
     rules = dict(                                        # keep the gate if this is true
-        improves=lambda layer, without, with_gate: with_gate < without,
-        changes=lambda layer, without, with_gate: abs(with_gate - without) / without > threshold,
-        printed=lambda layer, without, with_gate: not with_gate <= without,  # Eq. 5 to the letter
-        from_layer=lambda layer, without, with_gate: layer >= first_kept)    # what Table 6 did
+        improves=lambda i, without, with_gate: with_gate < without,
+        changes=lambda i, without, with_gate: abs(with_gate - without) / without > threshold,
+        printed=lambda i, without, with_gate: not with_gate <= without,     # Eq. 5 to the letter
+        from_layer=lambda i, without, with_gate: i >= layer)                # what Table 6 did
     if not model.gates:
         raise ValueError('the model has no gates')
     if rule not in rules:
         raise ValueError(f"rule is '{rule}'; it can be {', '.join(rules)}")
-    if rule == 'from_layer' and first_kept is None:
+    if rule == 'from_layer' and layer is None:
         raise ValueError("rule 'from_layer' needs layer: the first block whose gate stays")
 
     def perplexity(h, targets):                          # (B,): one per sequence

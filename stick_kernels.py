@@ -1,6 +1,6 @@
 """
 Stick-breaking attention in Triton: one GPU kernel forward, one backward. It is optional.
-moduleformer.py uses this file if it lies in the same folder and `runs` allows it (an NVIDIA GPU with
+moduleformer.py uses this file if it lies in the same folder and `can_fuse` allows it (an NVIDIA GPU with
 Triton, heads of at most 128, ...); otherwise it uses its own blocks of queries. `stick_breaking(q, k, v)` is
 `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
@@ -258,7 +258,7 @@ def known_dtypes():
     return [torch.bfloat16, torch.float16, torch.float32]
 
 
-def runs(q, k, v):
+def can_fuse(q, k, v):
     """Whether the kernels take these tensors. Wider heads do not fit into registers. float32 is
     multiplied as TF32, which torch must allow. dk and dv can differ in their last bits from run to
     run, so not if torch must be deterministic."""

@@ -6,7 +6,7 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
   tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk into
   one vector, the core is causal over chunks, and a small decoder spells the next chunk:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
-- Shared weights (section 5.1). All layers, or every `share_group` layers in a row, use one FFN
+- Shared weights (section 5.1). All layers, or each `share_group` layers in a row, use one FFN
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
   gives each layer its own low-rank adapters. This saves parameters, not computation.
 
@@ -371,16 +371,16 @@ class STLM(Transformer):
 
     def read(self, idx, cache):
         """(B, T) ids -> the core's states: one per token, or one for the start and one per whole chunk."""
+        if self.config.byte_limit and cache is not None:
+            raise ValueError('the byte-level model keeps its cache inside generate')
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
             raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
-        if self.config.byte_limit and cache is not None:
-            raise ValueError('the byte-level model keeps its cache inside generate')
         return self.core(self.ends.embed(self, idx, cache), cache)
 
     def features(self, idx, cache=None):
-        """(B, T) ids -> final-norm states (B, T, D), no auxiliary losses."""
+        """(B, T) ids -> final-norm states (B, T, D): for each symbol, the one that spells the next."""
         states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)
         return states[:, self.ends.n_start:][:, :idx.size(1)], {}
 

@@ -168,9 +168,6 @@ class Router(nn.Module):
         share_E = chosen_NE.mean(0) / self.config.top_k  # of all N*K picks, no gradient
         prob_NE = score_NE / score_NE.sum(-1, keepdim=True)
         balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # Switch: 1 if balanced
-        if not self.config.sparse:                      # all E experts; a gate of 0 if not chosen
-            gate_NK = torch.zeros_like(score_NE).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(score_NE.size(1), device=x_ND.device).expand_as(score_NE)
         return gate_NK, choice_NK, balance
 
 
@@ -180,7 +177,7 @@ class Experts(nn.Module):
         super().__init__()
         c, D = config, config.n_embd
         hidden = 4 * D // (c.top_k + c.n_shared)
-        self.top_k = c.top_k
+        self.config = c
         self.router = Router(c)
         self.fc = nn.Parameter(torch.empty(c.n_expert, D, hidden))
         self.down = nn.Parameter(torch.empty(c.n_expert, hidden, D))
@@ -189,6 +186,9 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
+        if not self.config.sparse:                       # all E experts; a gate of 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)
         # rows: pairs (token, k) sorted by expert; pair = choice_NK.flatten().argsort(stable=True)
         pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))     # row is pair's inverse
         token = pair // choice_NK.size(1)                # (R,) the token of each row
@@ -197,7 +197,7 @@ class Experts(nn.Module):
         y_RD = grouped_mm(h_RF, self.down, ends_E)                       # h_RF @ down[expert]
         # y_RD[row]: back in token order
         y_NKD = Gather.apply(y_RD, row, pair[:, None]).view(*gate_NK.shape, -1)
-        y = self.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
+        y = self.config.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
         if self.shared:
             y = y + self.shared(x)[0]
         return y, dict(balance=balance)

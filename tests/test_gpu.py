@@ -246,7 +246,7 @@ def test_sparse_is_dense_in_bfloat16():
     x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
     for sparse in (True, False):
         model = copy.deepcopy(MODELS['moep']).cuda().eval()
-        model.config.sparse = sparse                     # all routers share this config
+        model.config.sparse = sparse                     # all layers share this config
         with machine.autocast():
             model(x, x.flip(1))[1].backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

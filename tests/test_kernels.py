@@ -73,7 +73,7 @@ def test_a_model_runs_without_kernels():
     x = torch.randint(37, (2, 6))
     shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
     logits, _, _ = alone.ModuleFormer(alone.ModuleFormerConfig(**shape))(x)
-    assert logits.shape == (2, 6, 37) and not alone.runs(*inputs(*SHAPES[0], torch.float32))
+    assert logits.shape == (2, 6, 37) and not alone.can_fuse(*inputs(*SHAPES[0], torch.float32))
 
 
 # ---- What only a GPU can show --------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_kernels_are_the_blocks(shape, dtype):
     torch.set_float32_matmul_precision('high')
     for size in (1.0, 3.0):
         tensors = inputs(*shape, dtype, size, 'cuda')
-        assert kernels.runs(*tensors)
+        assert kernels.can_fuse(*tensors)
         compare(tensors, kernels.stick_breaking, BOUNDS[dtype])
 
 
@@ -127,7 +127,7 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
     for has_kernels in (True, False):
         def runs(*tensors, has_kernels=has_kernels):
             import stick_kernels as kernels
-            calls.append(has_kernels and kernels.runs(*tensors))
+            calls.append(has_kernels and kernels.can_fuse(*tensors))
             return calls[-1]
         monkeypatch.setattr(moduleformer, 'runs', runs)
         model.zero_grad()
@@ -153,6 +153,6 @@ def test_memory_is_linear():
         with_gradients(kernels.stick_breaking, tensors)
         peaks.append(torch.cuda.max_memory_allocated() / T)
     assert peaks[1] < 1.2 * peaks[0]
-    assert not kernels.runs(*[x.double() for x in tensors])
+    assert not kernels.can_fuse(*[x.double() for x in tensors])
     torch.set_float32_matmul_precision('highest')        # no TF32
-    assert not kernels.runs(*[x.float() for x in tensors])
+    assert not kernels.can_fuse(*[x.float() for x in tensors])

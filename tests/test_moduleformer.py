@@ -390,15 +390,15 @@ def test_all_tokens_to_the_same_modules(changes):
 
 
 def test_dispatch_by_hand():
-    rows = Dispatch(torch.tensor([[2, 0], [2, 3], [0, 2]]), 5)
+    gates = torch.tensor([[1.0, 2], [0, 3], [1, 0]])
+    rows = Dispatch(gates, torch.tensor([[2, 0], [2, 3], [0, 2]]), 5, sparse=True)
     assert rows.ends_E.tolist() == [2, 2, 5, 6, 6] and rows.ends_E.dtype == torch.int32
     x = torch.arange(3.0)[:, None]
     assert rows.spread(x).flatten().tolist() == [0, 2, 0, 1, 2, 1]
     pairs = torch.arange(6.0).view(3, 2, 1)
     assert rows.sort(pairs).flatten().tolist() == [1, 4, 0, 2, 5, 3]
     assert torch.equal(rows.restore(rows.sort(pairs)), pairs)
-    gates = torch.tensor([[1.0, 2], [0, 3], [1, 0]])
-    assert rows.combine(rows.sort(pairs), gates).flatten().tolist() == [2, 9, 4]
+    assert rows.combine(rows.sort(pairs)).flatten().tolist() == [2, 9, 4]
 
 
 @pytest.mark.parametrize('T', [12, 1])                   # one token leaves modules without work
@@ -429,7 +429,7 @@ def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
 
 def plain_router():
     """h(x) = ReLU(x)."""
-    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2, sparse=True))
+    router = Router(3, 0, SimpleNamespace(n_embd=3, d_router=3, top_k=2))
     with torch.no_grad():
         router.B.weight.copy_(torch.eye(3))
         router.A.weight.copy_(torch.eye(3))
@@ -452,7 +452,7 @@ def test_losses_by_hand():
     assert abs(found['concentration'].item() - math.log(3)) < 1e-5
     found = router(99 * torch.eye(3)[[1, 1]])[2]         # collapsed
     assert abs(found['mi'].item()) < 1e-5 and abs(found['concentration'].item()) < 1e-5
-    wide = Router(3, 2, SimpleNamespace(n_embd=3, d_router=3, top_k=2, sparse=True))
+    wide = Router(3, 2, SimpleNamespace(n_embd=3, d_router=3, top_k=2))
     with torch.no_grad():
         for p in wide.parameters():
             p.copy_(torch.arange(float(p.numel())).view_as(p))
@@ -473,7 +473,7 @@ def test_losses_survive_a_certain_router():
 def test_what_minimising_does(name):
     """mi: modules used alike, each token sure of its own; concentration: fewer modules."""
     torch.manual_seed(0)
-    router = Router(4, 0, SimpleNamespace(n_embd=8, d_router=16, top_k=2, sparse=True))
+    router = Router(4, 0, SimpleNamespace(n_embd=8, d_router=16, top_k=2))
     x = torch.randn(64, 8)
     for p in router.parameters():
         torch.nn.init.normal_(p, std=0.5)

@@ -172,10 +172,9 @@ def compare(sparse, idx, tolerance, relative):
     """Logits and gradients of a model, and of one that computes every choice for every token."""
     dense = MoEP(MoEPConfig(**{**sparse.config.__dict__, 'sparse': False})).to(sparse.wte.weight.dtype)
     dense.load_state_dict(sparse.state_dict())
+    gate, choice, _ = sparse.parallel[0].router(torch.zeros(3, 16).to(sparse.wte.weight))
     for m, n_rows in ((sparse, sparse.config.top_k), (dense, dense.config.n_block)):
-        gate, choice, _ = m.parallel[0].router(torch.zeros(3, 16).to(m.wte.weight))
-        assert gate.shape == choice.shape == (3, n_rows)
-        assert len(moep.Rows(choice, m.config.n_block).token) == 3 * n_rows
+        assert len(moep.Rows(gate, choice, m.config.n_block, m.config.sparse).token) == 3 * n_rows
     for m in (sparse, dense):
         _, loss, aux = m(idx, idx.flip(1))
         objective(loss, aux).backward()

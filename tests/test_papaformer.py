@@ -319,6 +319,13 @@ def test_compose_keeps_dropout():
     assert compose(paths, dropout=0.0).config.dropout == 0.0
 
 
+def test_compose_keeps_your_class():
+    class Mine(PaPaformer):
+        pass
+    paths = [Mine(make_path(i).config) for i in range(2)]
+    assert type(compose(paths)) is Mine
+
+
 @pytest.mark.parametrize('connection', CONNECTIONS)
 @pytest.mark.parametrize('k', [2, 3])
 def test_compose_copies_paths_and_rebuilds(connection, k):

@@ -237,6 +237,14 @@ def test_add_gates_starts_as_the_base_and_learns(kind):
         add_gates(base, 'tensor')
 
 
+def test_surgery_keeps_your_class():
+    class Mine(SelfMoE):
+        pass
+    model = Mine(SelfMoEConfig(**SMALL))
+    assert type(add_gates(model)) is type(upcycle(model)) is Mine
+    assert type(select_gates(add_gates(model), [(tokens(), tokens())])[0]) is Mine
+
+
 def test_sizes_of_the_paper():
     """Mistral-7B: matrix gates add 0.52B (section 4.1: 0.5B), the mixture of two has 13B (section 4.3.2)."""
     mistral = dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, ffn_hidden=14336)

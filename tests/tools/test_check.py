@@ -55,8 +55,7 @@ def check_all(module, config):
 def test_ours_are_green(name, config):
     rows, red = check_all(import_model(name), config)
     assert red == [], rows
-    is_routed = name in ('moep', 'moduleformer') and config.get('n_parallel') != 0
-    assert rows['sparse'][0] == ('ok' if is_routed else '-')
+    assert rows['sparse'][0] == ('ok' if name in ('moep', 'moduleformer') else '-')
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ LINEAR = '        self.linear = nn.Linear(d, n_choices, bias=False)\n'
 FORWARD = '\n    def forward(self, x_ND):\n'
 DROPOUT = 'self.dropout(self.wte(idx) + self.wpe(position))'
 POST_INIT = '    def __post_init__(self):\n'
-SCATTER = 'gate_NK = torch.zeros_like(prob_NE).scatter(1, choice_NK, gate_NK)'
+SCATTER = 'gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)'
 TOP_K = '[:, :self.config.top_k]'
 BUFFER = "self.register_buffer('steps', torch.ones(()))"
 FAULTS = {                                               # of moep.py: the row, what is replaced, by what
@@ -120,7 +119,7 @@ FAULTS = {                                               # of moep.py: the row, 
     'list': ('resume', 'activate(h, swiglu):\n',
              'activate(h, swiglu, calls=[1]):\n    calls[0] += 1\n    h = h / calls[0]\n'),
     'unsaved buffer': ('resume', *counting(BUFFER.replace(')))', ')), persistent=False)'))),
-    'dense': ('sparse', SCATTER, SCATTER.replace('gate_NK)', '1 / self.config.top_k)')),
+    'dense': ('sparse', SCATTER, SCATTER.replace('choice_NK, gate_NK)', 'choice_NK, 0.5)')),
     'gradient': ('sparse', 'rows.masked_fill(readers[:, :, None] < 0, 0).sum(1)', 'rows.sum(1)'),
     'size': ('counts', 'return total, total - idle', 'return total - idle, total'),
     'nothing active': ('counts', 'return total, total - idle', 'return total, 0'),
@@ -220,17 +219,8 @@ def test_experts_that_choose_tokens(router):
                               'top_k = 2: take no more')
 
 
-def test_a_router_that_ignores_sparse(router, patched):
-    own = """
-    def forward(self, x_ND):
-        gates, choices = self.linear(x_ND).softmax(-1).topk(2)
-        return gates / gates.sum(-1, keepdim=True), choices, gates.sum()"""
-    verdict, text = check.run_check(check.sparse, *router('moep', own))
-    assert verdict == '-' and text.startswith('sparse changes nothing')
-    config = dict(MOEP, n_block=2, n_expert=2)           # K = E: it computes the same, in another order
-    moep = import_model('moep')
-    assert check.run_check(check.sparse, moep, moep.Config(**config))[0] == 'ok'
-    for change, verdict in ((1, 'WRONG'), (1e-6, 'ok')):  # no router, but something else that reads it
+def test_what_reads_sparse(patched):
+    for change, verdict in ((1, 'WRONG'), (1e-6, 'ok')):
         scaled = f'self.ln_f(x) * (1 + {change} * self.config.sparse), aux'
         module = patched('moep', 'self.ln_f(x), aux', scaled)
         assert check.run_check(check.sparse, module, module.Config(**SMALL, n_parallel=0))[0] == verdict
@@ -274,7 +264,7 @@ def test_a_forward_of_two_values(patched):
 
 
 def test_a_crash_is_told_by_its_line(patched):
-    module = patched('moep', 'rows = Rows(choice_NK, n_choices=len(self.proj_bias))', 'rows = 1 / 0')
+    module = patched('moep', 'rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)', 'rows = 1 / 0')
     found = check.run_check(check.causal, module, module.Config(**MOEP))
     place = line_of(Path(module.__file__), 'rows = 1 / 0')
     assert found == ('WRONG', f'{place}: ZeroDivisionError: division by zero')
