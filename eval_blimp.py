@@ -3,13 +3,15 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
 
     python eval_blimp.py out/moep                                  # the toy pairs, made if missing
     python eval_blimp.py out/moep --data data/blimp --paradigms    # BLiMP itself, all 67 paradigms
-    python eval_blimp.py out/moep --data data/blimp_fast --mode babylm2025       # BabyLM's subset
+    python eval_blimp.py out/moep --data data/blimp_fast --mode babylm2025    # BabyLM's own subset
     python eval_blimp.py out/moep --data data/blimp --json blimp.json     # every pair's scores too
     python eval_blimp.py out/moep/ckpt_*.pt out/gpt2 --data data/blimp --plot curve.png
 
-`python prepare.py blimp` downloads the pairs. The score of a sentence is the sum of the natural-log
-probabilities of its tokens; a pair is right if good >= bad. A sentence becomes tokens in one of two
-ways, each exactly as an official pipeline does it:
+`python prepare.py blimp` downloads BLiMP. BabyLM's subsets are folders of its evaluation data
+(docs/eval_blimp.md); `python prepare.py blimp --name blimp_fast --input FOLDER` copies one.
+
+The score of a sentence is the sum of the natural-log probabilities of its tokens; a pair is right if
+good >= bad. A sentence becomes tokens in one of two ways, as the official pipelines do it:
 
     harness      [end-of-text] + encode(' ' + sentence); every token of the sentence is scored
                  (lm-evaluation-harness; BabyLM up to 2024)
@@ -59,7 +61,8 @@ def read_pairs(data):
     files = [data] if data.is_file() else sorted(data.glob('*.jsonl'))
     if not files:
         what = 'no .jsonl file in' if data.is_dir() else 'there is no folder'
-        raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp')
+        raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp '
+                        '(other pairs: with --name NAME --input FOLDER)')
     paradigms = {}
     for path in files:
         lines = [(number, line) for number, line in read_lines(path) if not line.isspace()]
@@ -122,7 +125,7 @@ class Sentences:
         else:
             self.ids = [tokenizer.encode(text) for text in texts]
         self.length = np.array([len(ids) for ids in self.ids])
-        # The first token (or chunk) is only read. Padding inside chunks is no target either.
+        # The first token (or chunk) is only read. Padding inside chunks is not a target either.
         self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
         # The model reads all but the last token; but whole chunks, since a chunk's symbols are read
         # while they are predicted.
@@ -279,7 +282,7 @@ def mean(column, names):
 
 
 def published_columns(paradigms):
-    """{column: {paradigm: percent}} beside BLiMP's own paradigms; beside others, as the toy's, none."""
+    """{column: {paradigm: percent}} beside BLiMP's own paradigms; beside others, such as the toy's, none."""
     lines = PUBLISHED.read_text(encoding='utf-8').splitlines()
     head, *rows = [line.split() for line in lines if not line.startswith('#')]
     if not set(paradigms) <= {row[0] for row in rows}:
@@ -314,7 +317,7 @@ def show(paradigms, runs, skipped, args):
     pairs = sum(r['pairs'] for r in first)
     identical = sum(r['identical'] for r in first)
     print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigms, '
-          f'{identical} of identical sentences (a tie is right); mode {args.mode}')
+          f'{identical} of them with identical sentences (ties count as right); mode {args.mode}')
     if skipped:
         print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: they are longer than the context')
     columns = {}
@@ -336,7 +339,7 @@ def show(paradigms, runs, skipped, args):
     published = published_columns(paradigms)
     print()
     print('\n'.join(table(paradigms, columns | published, args.paradigms)))
-    print('\nshorter: how often the good sentence has fewer tokens (as many: half); '
+    print('\nshorter: how often the good sentence has fewer tokens (equal numbers count half); '
           'an untrained model tends to it')
     if published:
         print('5-gram, LSTM, GPT-2 (large) and human: '
@@ -369,7 +372,8 @@ def read_arguments():
                         help='run folders (out/moep) or checkpoints (out/moep/ckpt_1M.pt)')
     parser.add_argument('--data', type=Path,
                         help='a folder of .jsonl files, or one; the toy pairs if not given')
-    parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness')
+    parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness',
+                        help='how a sentence becomes tokens')
     parser.add_argument('--skip_long', action='store_true',
                         help="leave out pairs that are longer than the model's context")
     parser.add_argument('--paradigms', action='store_true',
@@ -378,7 +382,8 @@ def read_arguments():
                         help='write everything, the scores of every pair too')
     parser.add_argument('--plot', type=Path, metavar='FILE',
                         help='draw the learning curve (needs matplotlib)')
-    parser.add_argument('--device', default='auto', help='auto, cuda, mps or cpu')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     parser.add_argument('--batch_tokens', type=between(0, 2 ** 24), default=0,
                         help='tokens in a batch, padding included; 0: automatic')
     args = parser.parse_args()

@@ -239,7 +239,7 @@ def choose_tasks(wanted, folder):
         else:
             raise UserError(f'{folder} holds no {missing} file of {name}; see --help for file names')
     if not chosen:
-        raise UserError(f'{folder} holds no task, which is two files, as rte.train.jsonl and rte.valid.jsonl')
+        raise UserError(f'{folder} holds no task: two files, such as rte.train.jsonl and rte.valid.jsonl')
     return chosen
 
 
@@ -389,17 +389,17 @@ def read_arguments():
     how = parser.add_mutually_exclusive_group()
     how.add_argument('--lora', action='store_true', help='train adapters and classifier (the default)')
     how.add_argument('--full', action='store_true', help='train all weights')
-    parser.add_argument('--seeds', help="as 3,12,42; each task's own if not given (the paper's)")
+    parser.add_argument('--seeds', help="such as 3,12,42; each task's own if not given (the paper's)")
     parser.add_argument('--rank', type=int, default=8, help='of the adapters')
     parser.add_argument('--epochs', type=int, default=32, help='at most')
     parser.add_argument('--patience', type=int, default=5, help='epochs without a better score')
-    parser.add_argument('--batch_size', type=int, default=64)
+    parser.add_argument('--batch_size', type=int, default=64, help='examples in a step')
     parser.add_argument('--learning_rate', type=float, default=1e-3, help='falls linearly to zero')
     parser.add_argument('--length', type=int, default=128, help='tokens (at most block_size)')
     parser.add_argument('--num', type=int, help='train on the first NUM examples only')
     parser.add_argument('--blimp', type=Path, help='a result of eval_blimp.py --json')
     parser.add_argument('--json', type=Path, help='file for the scores of all epochs')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     least = dict(rank=1, epochs=1, patience=1, batch_size=1, learning_rate=1e-12, num=1, length=8)
     for name, smallest in least.items():
@@ -409,7 +409,7 @@ def read_arguments():
     if args.seeds:
         seeds = args.seeds.split(',')
         if not all(re.fullmatch('[0-9]{1,18}', seed) for seed in seeds) or len(set(seeds)) < len(seeds):
-            raise UserError(f'--seeds {args.seeds}: different whole numbers with commas, as 3,12,42')
+            raise UserError(f'--seeds {args.seeds}: different whole numbers with commas, such as 3,12,42')
         args.seeds = [int(seed) for seed in seeds]
     return args
 

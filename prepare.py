@@ -6,10 +6,9 @@ Text -> uint16 token bins and a tokenizer.
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
-front, one after each document), meta.json and the tokenizer's own file. It is written into a hidden
-folder and renamed when whole. Documents go to a temporary file first and are then handled as
-(offset, length) pairs, so memory stays small: 150 bytes per document, some MB of text per
-worker. CRLF becomes \\n and blank lines around a document go; nothing else is changed.
+front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled.
+CRLF becomes \\n and blank lines around a document go; nothing else is changed. Memory stays small:
+150 bytes per document, some MB of text per worker.
 """
 
 import functools
@@ -37,24 +36,23 @@ from plumbing.wiki import read_wiki
 # ---- Readers: files -> documents ----------------------------------------------------------------
 
 def read_rows(path, fields):
-    """The documents of a .jsonl file: the named fields of each row, joined by a newline."""
+    """The documents of a .jsonl file: these fields (a,b,c) of each row, joined by a newline."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
-            text = '\n'.join(row[field] for field in fields)
-            text.encode('utf-8')                         # a lone surrogate is no text
+            text = '\n'.join(row[field] for field in fields.split(','))
+            text.encode('utf-8')                         # a lone surrogate is not text
         except ValueError as error:
             raise UserError(f'{path}:{number}: not a row of JSON in Unicode ({error})')
         except (KeyError, TypeError):
             has = ', '.join(row) if isinstance(row, dict) else 'no fields'
-            wanted = ' and '.join(fields)
-            raise UserError(f'{path}:{number}: no text in {wanted} (the row has: {has}); see --field')
+            raise UserError(f'{path}:{number}: no text in {fields} (the row has: {has}); see --field')
         yield text
 
 
-def read_text(path, split):
+def read_text(path, split, cuts):
     """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
     lines = (line for _, line in read_lines(path))
     if split == 'auto':
@@ -66,6 +64,7 @@ def read_text(path, split):
         lines = itertools.chain(seen, lines)             # a pipe can be read only once
         head = ''.join(seen).rstrip()
         split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n', head) else 'passage'
+        cuts.add(dict(eot=f'at {EOT}', blank='at blank lines', passage='every 16 KB')[split])
     parts = []
     size = 0
     for line in lines:
@@ -84,20 +83,20 @@ def read_text(path, split):
     yield ''.join(parts)
 
 
-def read_documents(path, split='auto', field='text'):
+def read_documents(path, cuts, split='auto', field='text'):
     stem = re.sub(r'\.(gz|xz|bz2)$', '', path.name.lower())
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
-        documents = read_rows(path, field.split(','))
+        documents = read_rows(path, field)
     else:
-        documents = read_text(path, split)
+        documents = read_text(path, split, cuts)
     return (text.strip('\n') for text in documents if text and not text.isspace())
 
 
 def find_files(inputs):
-    """[(split, path)] of files and folders. If some names say train and others val, valid or dev,
-    they are believed, and test files stay out. Else all is train, and val is cut from it later."""
+    """[(split, path)] of files and folders. If a name says train, names are believed: val, valid or
+    dev is val, test stays out. Else all is train. If there is no val, it is cut off train later."""
     found = []
     skipped = 0
     for given in map(Path, inputs):
@@ -117,9 +116,12 @@ def find_files(inputs):
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
         print(f'{skipped:,} other files are skipped: .txt and .jsonl (or .gz, .xz of them) are read')
-    if {'train', 'val'} <= {role for role, _ in found}:
-        return [(role or 'train', path) for role, path in found if role != 'test']
-    return [('train', path) for _, path in found]
+    if 'train' not in {role for role, _ in found}:
+        return [('train', path) for _, path in found]
+    kept = [(role or 'train', path) for role, path in found if role != 'test']
+    if len(kept) < len(found):
+        print(f'files named test are left out: {len(found) - len(kept):,}')
+    return kept
 
 
 def role_of(path):
@@ -136,8 +138,7 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
-        if jobs is None:
-            jobs = (os.cpu_count() or 1) if size > 2 ** 24 else 1    # a pool takes longer to start
+        jobs = jobs or (os.cpu_count() if size > 2 ** 24 else 1) or 1    # a pool is slow to start
         spans = {split: Dice(seed).shuffled(some) for split, some in spans.items()}
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
@@ -174,9 +175,7 @@ def spool(documents, path):
     spans = {'train': [], 'val': []}
     with open(path, 'wb') as file:
         for split, text in documents:
-            offset = file.tell()
-            length = file.write(text.encode('utf-8'))
-            spans[split].append((offset, length))
+            spans[split].append((file.tell(), file.write(text.encode('utf-8'))))
         return spans, file.tell()
 
 
@@ -298,8 +297,7 @@ def make_toy(root='data', overwrite=False):
                 write_data_set(target, documents, tokenizer, val_fraction=0.02, overwrite=overwrite,
                                source=['prepare.py toy'], **forms.get(target.name, {}))
             elif target.name == 'toy_blimp':
-                stories = ' '.join(texts['toy_stories'])
-                seen = set(re.split(r'(?<=[.!?"]) ', stories))
+                seen = set(re.split(r'(?<=[.!?"]) ', ' '.join(texts['toy_stories'])))
                 length = lambda text: len(tokenizer.encode(text))
                 pairs = {kind: minimal_pairs(kind, seen, length) for kind in SCENES}
                 write_jsonl(target, pairs, overwrite)
@@ -325,7 +323,7 @@ def land_pairs(target, inputs, expected, overwrite):
     """Minimal pairs stay as they are: .jsonl files, whose rows are checked."""
     files = [path for _, path in find_files(inputs) if path.suffix == '.jsonl']
     with new_folder(target, overwrite) as work:
-        sizes = [sum(1 for _ in read_rows(path, ['sentence_good', 'sentence_bad'])) for path in files]
+        sizes = [sum(1 for _ in read_rows(path, 'sentence_good,sentence_bad')) for path in files]
         if not files or expected and sizes != [1000] * 67:
             raise UserError(f'{len(files)} files with {sum(sizes):,} pairs; {expected or "no .jsonl file"}')
         for path in files:
@@ -340,11 +338,12 @@ def read_arguments(argv):
     parser.add_argument('what', choices=['toy', 'text', *NAMED])
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
-    parser.add_argument('--out', default='data', help='where data sets go (default data)')
+    parser.add_argument('--out', default='data', help='where data sets go')
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument('--vocab_size', type=between(257, 65536),
                         help='train a BPE of this size (default 16384)')
-    chosen.add_argument('--tokenizer', help='or: gpt2, bytes, a .tiktoken, a tokenizer.json, data/NAME')
+    chosen.add_argument('--tokenizer', help='instead of training one: gpt2, bytes, '
+                                            'a .tiktoken file, a tokenizer.json, or data/NAME')
     form = parser.add_mutually_exclusive_group()
     form.add_argument('--chunks', type=between(1, 255), nargs='?', const=12, metavar='N',
                       help='chunks of up to N bytes (default 12), for the byte-level model')
@@ -355,13 +354,12 @@ def read_arguments(argv):
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='where no file is named val, valid or dev (default 0.01)')
-    parser.add_argument('--seed', type=int, default=1337)
+                        help='share of documents for validation, if no file is named val, valid or dev')
+    parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
     if args.what == 'toy' and (args.name or args.input):
-        raise UserError('the toy corpora have names and texts of their own: '
-                        'python prepare.py toy [--out FOLDER] [--overwrite]')
+        raise UserError('the toy corpora have their own names and texts: leave out --name and --input')
     if args.what != 'text':
         args.name = args.name or args.what
     if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
@@ -384,16 +382,18 @@ def main(argv=None):
     files = find_files(inputs)
     if any(Path(os.path.realpath(target)) in Path(os.path.realpath(path)).parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be overwritten; choose another --name')
-    preset = NAMED[args.what][0] if args.what in NAMED else {}
+    preset = dict(split='auto', field='text') | NAMED.get(args.what, [{}])[0]
     known = args.tokenizer or (None if args.vocab_size else preset.get('tokenizer'))
     tokenizer = choose_tokenizer(known) if known else args.vocab_size or 16384
-    split = args.split or preset.get('split', 'auto')
-    field = args.field or preset.get('field', 'text')
-    documents = ((role, text) for role, path in files for text in read_documents(path, split, field))
-    write_data_set(target, documents, tokenizer, args.val_fraction, args.seed,
-                   args.chunks, args.sentences, args.pauses,
-                   overwrite=args.overwrite, source=[args.what, *(path.name for _, path in files)],
-                   settings=dict(split=split, field=field))
+    how = {key: getattr(args, key) or preset[key] for key in ('split', 'field')}
+    source = [args.what, *(path.name for _, path in files)]
+    cuts = set()                                         # how `auto` cut the files
+    documents = ((role, text) for role, path in files for text in read_documents(path, cuts, **how))
+    write_data_set(target, documents, tokenizer, args.val_fraction, args.seed, args.chunks,
+                   args.sentences, args.pauses, overwrite=args.overwrite, source=source, settings=how)
+    if cuts:
+        print(f'text is cut {" and ".join(sorted(cuts))} into documents, which are shuffled; '
+              '--split passage keeps 16 KB in order, --split file a whole file')
 
 
 if __name__ == '__main__':

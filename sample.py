@@ -16,9 +16,8 @@ from plumbing.models import reads_on
 
 def cell(tokenizer, i):
     """A token as it is printed in a table."""
-    if i == tokenizer.eot:
-        return '<eot>'
-    return repr(tokenizer.decode([i]))[1:-1] or '<end>'
+    names = {tokenizer.eot: '<eot>', tokenizer.pad: '<pause>' if tokenizer.pauses else '<pad>'}
+    return names.get(i) or repr(tokenizer.decode([i]))[1:-1] or '<end>'
 
 
 def show_next(model, tokenizer, idx, n):
@@ -54,15 +53,17 @@ def choices(gate):
 def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep), or a checkpoint (out/moep/ckpt_1M.pt)')
-    parser.add_argument('--prompt', default='', help='text to go on from; if empty, a new document')
-    parser.add_argument('--num', type=between(1, 1000), default=1, help='samples')
-    parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6), default=200)
+    parser.add_argument('--prompt', default='', help='text to continue; if empty, a new document')
+    parser.add_argument('--num', type=between(1, 1000), default=1, help='how many samples')
+    parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6), default=200,
+                        help='length of a sample')
     parser.add_argument('--temperature', type=between(0, 100, float), default=0.8,
                         help='0: always the most probable token')
     parser.add_argument('--top_k', type=between(0, 65536), default=50,
                         help='draw from this many most probable tokens; 0: from all')
-    parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337)
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337, help='of the draws')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     parser.add_argument('--next', type=between(1, 65536), metavar='N',
                         help='print the N most probable next tokens instead of text')
     parser.add_argument('--routes', action='store_true',
@@ -97,7 +98,7 @@ def main():
         show_next(model, tokenizer, prompt[:, whole:], args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):
-        raise UserError('this model has no routes: every token takes the same way')
+        raise UserError('this model has no routers: every token takes the same path')
 
     torch.manual_seed(args.seed)
     for n in range(args.num):

@@ -347,7 +347,7 @@ class STLMDepth(nn.Module):
         """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it skips
         it. Not the scores, which may be negative."""
         _, _, passed = self.read(idx)
-        return {f'layer {i + 1}': torch.stack((p, 1 - p), -1) for i, p in passed.items()}
+        return {f'layers.{i}': torch.stack((p, 1 - p), -1) for i, p in passed.items()}
 
     def count_params(self):
         """Total, and active: what multiplies a token on average."""

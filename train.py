@@ -174,7 +174,7 @@ def main():
     model.to(machine.device)
     slots = getattr(model.config, 'byte_limit', 0) + 1
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
-    resumed = bool(ckpt)                # saved after its step's evaluation, which is not repeated
+    resumed = bool(ckpt)                # saved after its step's evaluation: do not repeat that
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
@@ -255,7 +255,8 @@ def main():
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
         # one step
-        at = it if s.max_iters else data.seen / data.unit    # in steps of the size at the start
+        # progress, in steps; if epochs say when to end, in steps of the size that the run began with
+        at = it if s.max_iters else data.seen / data.unit
         lr = learning_rate(at, s, planned)
         set_rate(optimizer, lr)
         scheduled = dict(lr=lr)

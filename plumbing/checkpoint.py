@@ -130,7 +130,7 @@ def count_parts(value, left=10 ** 6):
 def check_adapter(name, args):
     """Only lora.py's own, and no pattern that a name could keep busy for ever."""
     if name != 'lora.add_lora':
-        raise UserError(f'{name} is no adapter of this project')
+        raise UserError(f'{name} is not an adapter of this project')
     for key, value in args.items():
         fit(value, ADAPTER[key])
         loops = re.findall(r'[*+?{]', str(value))
@@ -144,7 +144,7 @@ def checkpoint_hint(folder):
         return f"; there are {', '.join(there)}"
     config = Path('config', f"{folder.as_posix().removeprefix('out/')}.py")
     if config.exists():
-        return f'; train it first, as with: python train.py {config}'
+        return f'; train it first, for example: python train.py {config}'
     runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
     return f"; there are {', '.join(runs)}" if runs else ''
 
@@ -227,7 +227,7 @@ def start_model(s, module, model_keys, corpus):
 
 def check_start(ckpt, s, operate, corpus):
     """Whether a run can start from this checkpoint."""
-    home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, as lora
+    home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, like lora
     is_own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
     if is_own and ckpt['model'] != home.__name__:
         raise UserError(f"{s.surgery} rebuilds models of {home.__name__}.py, "

@@ -33,18 +33,26 @@ NANOGPT = dict(
     wandb_run_name='out_dir')
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that shows defaults."""
+
+    def _get_help_string(self, action):
+        shown = action.option_strings and action.default and action.default != argparse.SUPPRESS
+        return f'{action.help} (default %(default)s)' if shown else action.help
+
+
 class Parser(argparse.ArgumentParser):
     """A script's command line. The script's docstring is the help."""
 
     def __init__(self, doc):
         spec = sys.modules['__main__'].__spec__          # there is one for python -m tools.NAME
         prog = f'python -m {spec.name}' if spec else None
-        super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=doc, formatter_class=Help)
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
         if any(arg == '--' or arg.endswith('=--') for arg in args):      # argparse makes a list of it
-            self.error("'--' is no value")
+            self.error("'--' is not a value")
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
@@ -173,7 +181,7 @@ def lock(file):
 
 class Unpacked(io.RawIOBase):
     """A plain, .gz, .xz or .bz2 file as it is read. A bomb, a little file that unpacks to a huge one,
-    is no text."""
+    is not text."""
     LARGE, RATIO = 2 ** 26, 200
 
     def __init__(self, path):
@@ -193,7 +201,7 @@ class Unpacked(io.RawIOBase):
         self.read_so_far += len(block)
         if self.most and self.read_so_far > self.most:
             raise UserError(f'{self.path} unpacks to more than {self.RATIO} times its size: '
-                            'that is no text')
+                            'that is not text')
         return len(block)
 
     def close(self):

@@ -23,7 +23,7 @@ from plumbing.tokenizer import copy_tokenizer
 # ---- Resuming -----------------------------------------------------------------------------------
 
 def check_resume(ckpt, s, model_keys, corpus, machine):
-    """A resumed run keeps model, tokenizer and data. Other settings may change, and are told."""
+    """A resumed run keeps model, tokenizer and data. Other settings may change, and are printed."""
     if ckpt['model'] != s.model:
         raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, "
                         f'but this config trains {s.model}.py')
@@ -96,7 +96,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         log = self.path / 'log.jsonl'
         if log.exists() and not log.is_file():
-            raise UserError(f'{log} is no file; set another --out_dir')
+            raise UserError(f'{log} is not a file; set another --out_dir')
         self.log_file = open(log, 'a', encoding='utf-8')
         if not lock(self.log_file):
             raise UserError(f'{log} is being written by another run: wait for it, '

@@ -12,6 +12,7 @@ import torch
 from plumbing.cli import UserError, short
 from plumbing.data import tokens_at
 from plumbing.models import explain, reads_on, sketch
+from plumbing.toy import TOYS
 
 
 def only_counted(module, model_keys, s, machine, reason=None):
@@ -107,7 +108,7 @@ def describe(model, s, data, machine, steps):
 
 
 def check_model(model, s, data, machine):
-    """One forward pass on zeros, so that what does not fit is told before anything is written. The
+    """One forward pass on zeros, so that what does not fit is reported before anything is written. The
     model's buffers are put back: a router may keep its load there."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
@@ -120,7 +121,7 @@ def check_model(model, s, data, machine):
     except Exception as e:
         raise UserError(f'{s.model} with a seq_len of {data.T}: {explain(e)}') from None
     if s.memory and not reads_on(model):        # cached keys keep the positions they were made with
-        raise UserError(f'memory needs a model without positions, as moduleformer: '
+        raise UserError(f'memory needs a model without positions, such as moduleformer: '
                         f'{s.model} cannot read on without end')
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -155,15 +156,17 @@ def show_sample(model, s, corpus, machine):
     machine.say(f'\nsample\n{corpus.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
     hints = {f'python sample.py {s.out_dir}': 'more text'}
     if routed:
-        hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the way each token took'}
+        hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the path each token took'}
+        hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
     math = ('math', 'pauses', 'thoughts')
     if all(any(word in name for word in math) for name in corpus.scored):
         hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
-    else:
+    elif all(name in TOYS for name in corpus.scored):
         hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'
-    if routed:
-        hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
-    hints[f'python -m tools.compare {s.out_dir} out/...'] = 'a table and curves of several runs'
+    else:
+        pairs = 'how many minimal pairs it gets right (after: python prepare.py blimp)'
+        hints[f'python eval_blimp.py {s.out_dir} --data data/blimp'] = pairs
+    hints[f'python -m tools.compare {s.out_dir}'] = 'a table; name more runs to compare them'
     hints[f'python train.py --model={s.model} --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
     width = max(map(len, hints))
     for command, what in hints.items():

@@ -76,7 +76,7 @@ class Settings:
     surgery_args: dict = field(default_factory=dict)
     surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
     # the machine
-    device: str = 'auto'                   # cuda, mps or cpu, whichever is there
+    device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
     dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
     compile: bool | None = None            # torch.compile; if not given, on cuda for 200 steps or more
     graph: bool = True                     # a step as one CUDA graph, where that is possible
@@ -89,7 +89,7 @@ class Settings:
 def read_settings(argv, usage=''):
     """-> Settings, the model's module, and the keys given for the model's own Config."""
     if not argv:
-        raise UserError('name a config, as config/moep.py, or ask for --help')
+        raise UserError('name a config, such as config/moep.py, or see --help')
     asked_for_help = '-h' in argv or '--help' in argv
     values = read_command([arg for arg in argv if arg not in ('-h', '--help')])
     module = import_model(values.get('model', Settings.model))
@@ -182,7 +182,7 @@ def evaluate(node, depth=0):
             return compute(op, *inner(a))
         case ast.BinOp(a, op, b) if type(op) in ARITHMETIC:
             return compute(op, *inner(a, b))
-    raise ValueError(f'{ast.unparse(node)[:60]} is no literal')
+    raise ValueError(f'{ast.unparse(node)[:60]} is not a literal')
 
 
 def compute(op, *numbers):
@@ -204,7 +204,7 @@ def read_config(path):
         tree = ast.parse(text)
     except OSError:
         raise UserError(f'there is no config file {path}{config_hint(str(path))}') from None
-    except ValueError:                                   # bytes that are no UTF-8, or null bytes
+    except ValueError:                                   # bytes that are not UTF-8, or null bytes
         raise UserError(f'{path} is not a config: it holds no text') from None
     except SyntaxError as e:
         raise UserError(f'{path}:{e.lineno or 1}: {e.msg}') from None
@@ -224,7 +224,7 @@ def read_config(path):
         except Exception as e:
             raise UserError(f'{where}: the value of {name} cannot be read: {e}') from None
     if not values:
-        raise UserError(f"{path} sets nothing; a config has lines as model = 'moep'")
+        raise UserError(f"{path} sets nothing; a config has lines such as model = 'moep'")
     return values
 
 
@@ -254,7 +254,7 @@ def read_command(argv):
         try:
             value = evaluate(ast.parse(text.strip(), mode='eval').body) if equals else True
         except Exception:
-            value = text                # not a Python value: a plain string, as data=toy_math
+            value = text                # not a Python value: a plain string, such as data=toy_math
         key = key.replace('-', '_')
         if equals and 'str' in str(Settings.__annotations__.get(key)) and isinstance(value, (int, float)):
             value = text                # a folder may be named 2024-10-12
@@ -334,7 +334,7 @@ def key_hint(key, owners):
     if key in NANOGPT:
         return f'; here it is {NANOGPT[key]}'
     for owner in owners:
-        if hasattr(owner, key):                          # a class attribute that is no field
+        if hasattr(owner, key):                          # a class attribute that is not a field
             return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
     known = [f.name for owner in owners for f in fields(owner)]
     near = difflib.get_close_matches(key, known, 1, 0.6)

@@ -235,7 +235,7 @@ def choose_tokenizer(name):
         return load_tokenizer(path)
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
-                        'a tokenizer.json or a data set, as data/toy_stories')
+                        'a tokenizer.json or a data set, such as data/toy_stories')
     return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', read_small(path))
 
 

@@ -165,7 +165,7 @@ def test_broken_data_sets(tmp_path):
 
 
 def read(path, *args):
-    return list(read_documents(Path(path), *args))
+    return list(read_documents(Path(path), set(), *args))
 
 
 def test_text_splits(tmp_path):
@@ -233,16 +233,20 @@ def test_compressed_and_folders(tmp_path, capsys):
 @pytest.mark.parametrize('names, expected', [
     (['train.txt', 'val.txt', 'test.txt'], ['train', 'val']),
     (['train/a.txt', 'dev/a.txt', 'test/a.txt'], ['val', 'train']),
+    (['train.txt', 'test.txt'], ['train']),              # val is cut from train
+    (['a.txt', 'test.txt'], ['train', 'train']),
     (['X-train.txt', 'X-valid.txt', 'more.txt'], ['train', 'val', 'train']),
     (['val/a.txt', 'b.txt'], ['train', 'train']),
     (['train/a.txt', 'train/a_val.txt'], ['train', 'val']),      # the last word says so
     (['train_10M/a.train', 'dev/a.dev'], ['val', 'train']),
     (['valentine.txt', 'train.txt'], ['train', 'train'])])
-def test_val_files(tmp_path, names, expected):
+def test_val_files(tmp_path, capsys, names, expected):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('x')
     assert sorted(role for role, _ in find_files([tmp_path])) == sorted(expected)
+    said = 'files named test are left out: 1\n' if len(expected) < len(names) else ''
+    assert capsys.readouterr().out == said
 
 
 def test_wiki(tmp_path):
@@ -308,6 +312,7 @@ def test_text_command(prepare, tmp_path):
     files = ['--input', 'train.txt', 'val.txt']
     done = prepare('text', '--name', 'mine', *files, '--vocab_size', 5000, here=False)
     assert not done.stderr and 'no more than' in done.stdout
+    assert done.stdout.count('text is cut at blank lines into documents, which are shuffled; --split') == 1
     mine = tmp_path / 'data' / 'mine'
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000
@@ -324,6 +329,29 @@ def test_text_command(prepare, tmp_path):
     assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
     names = ['again', 'bytes', 'chunks', 'mine', 'pauses', 'sentences']
     assert sorted(os.listdir(tmp_path / 'data')) == names
+
+
+def test_a_test_set_is_not_trained_on(prepare, tmp_path):
+    docs = words_corpus(300)
+    (tmp_path / 'train.txt').write_text('\n\n'.join(docs[:200]))
+    (tmp_path / 'test.txt').write_text('\n\n'.join(docs[200:]))
+    done = prepare('text', '--name', 'mine', '--input', 'train.txt', 'test.txt', '--tokenizer', 'bytes')
+    assert 'files named test are left out: 1' in done.stdout
+    splits = [documents(tmp_path / 'data/mine', split) for split in ('train', 'val')]
+    assert [len(split) for split in splits] == [198, 2] and sorted(sum(splits, [])) == sorted(docs[:200])
+
+
+def test_how_text_is_cut_is_said_once(prepare, tmp_path):
+    """Only of files that `auto` cut."""
+    (tmp_path / 'a.txt').write_text('a\n\nb\n\nc')
+    (tmp_path / 'b.txt').write_text(f'a{EOT}b')
+    (tmp_path / 'c.txt').write_text('c\n\nd')
+    (tmp_path / 'd.jsonl').write_text('{"text": "d"}\n{"text": "e"}\n')
+    options = ['--tokenizer', 'bytes', '--overwrite', '--name', 'mine', '--input']
+    said = prepare('text', *options, 'a.txt', 'b.txt', 'c.txt').stdout
+    assert said.count('text is cut at <|endoftext|> and at blank lines into documents, which are') == 1
+    assert 'shuffled' not in prepare('text', *options, 'd.jsonl').stdout
+    assert 'shuffled' not in prepare('text', *options, 'a.txt', '--split', 'blank').stdout
 
 
 def test_named_from_input(prepare, tmp_path):

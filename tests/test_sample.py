@@ -99,6 +99,19 @@ def test_documents_are_set_apart(data_dir):
     assert tokenizer.decode(ids) == 'The dogs run.Mia waits.'
 
 
+def test_cells(data_dir):
+    """Tokens without text have names."""
+    found = {}
+    for name in ('toy_stories', 'toy_bytes', 'toy_thoughts', 'toy_pauses'):
+        tokenizer = load_tokenizer(data_dir / name)
+        ids = [i for i, text in enumerate(tokenizer.token_bytes) if not text and i != tokenizer.eot]
+        found[name] = [sample.cell(tokenizer, i) for i in (tokenizer.eot, *ids)]
+    assert found['toy_stories'] == ['<eot>'] and found['toy_pauses'] == ['<eot>', '<pause>']
+    assert found['toy_bytes'] == ['<eot>', '<end>', '<pad>']
+    assert found['toy_thoughts'][-1] == '<pad>'
+    assert sample.cell(tokenizer, tokenizer.encode('\n')[0]) == '\\n'
+
+
 @pytest.mark.slow
 def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
     """The last chunk of the prompt is left open: the model may end it or go on with it."""

@@ -640,7 +640,7 @@ def test_routes(training):
     with torch.no_grad():
         _, passes, _ = oracle(model, x, training)
     routes = model.routes(x)
-    assert list(routes) == ['layer 3', 'layer 6'] and list(passes) == [2, 5]
+    assert list(routes) == ['layers.2', 'layers.5'] and list(passes) == [2, 5]
     for rows, route in zip(passes.values(), routes.values()):
         for b, chosen in enumerate(rows):
             want = torch.tensor([float(t in chosen) for t in range(6)])

@@ -327,7 +327,8 @@ def test_segment_memory_is_refused_where_keys_have_positions(run, data_dir, tmp_
     """They would keep those of their own segment, and stand where the next one's tokens do."""
     args = ['--stream', '--seq_len=16', '--memory=16', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/x']
     told = run('train.py', f'config/{config}.py', *args, code=2).stderr
-    assert 'memory needs a model without positions, as moduleformer' in told and not (tmp_path / 'x').exists()
+    assert 'memory needs a model without positions, such as moduleformer' in told
+    assert not (tmp_path / 'x').exists()
 
 
 # ---- Killed and resumed -------------------------------------------------------------------------
@@ -757,7 +758,7 @@ def test_mistakes_are_one_line(tiny, tmp_path, args, words):
 
 def test_without_a_config(run):
     done = run('train.py', code=2, here=True)
-    assert one_line(done) == 'train.py: name a config, as config/moep.py, or ask for --help\n'
+    assert one_line(done) == 'train.py: name a config, such as config/moep.py, or see --help\n'
 
 
 @pytest.mark.parametrize('value', [0.5, torch.ones(2)])

@@ -206,7 +206,7 @@ def sweep(entries, args):
 def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('entries', nargs='*', type=Path, help='configs, or folders of stages')
-    parser.add_argument('--track', choices=TRACKS, default='toy')
+    parser.add_argument('--track', choices=TRACKS, default='toy', help='which race')
     parser.add_argument('--seeds', type=between(1, 100), default=3, help='how many: 1, 2, ...')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a short run for each value')
     parser.add_argument('--table', action='store_true', help='run nothing')
@@ -215,16 +215,16 @@ def read_arguments():
     parser.add_argument('--data_dir', type=Path, default=Path('data'), help='where prepare.py put it')
     args = parser.parse_args()
     if bool(args.entries) == args.table or args.table and args.sweep:
-        raise UserError('name entries, as config/arena/*.py, or --table alone')
+        raise UserError('name entries, such as config/arena/*.py, or --table alone')
     if args.sweep and not args.sweep.partition('=')[2]:
-        raise UserError(f'--sweep {args.sweep}: a setting and its values, as learning_rate=1e-3,3e-3')
+        raise UserError(f'--sweep {args.sweep}: a setting and its values, such as learning_rate=1e-3,3e-3')
     return args
 
 
 def main():
     args = read_arguments()
     entries = find_entries(args.entries, args.track)
-    known = {track: read_results(track, args.results) for track in TRACKS}   # a broken one is told
+    known = {track: read_results(track, args.results) for track in TRACKS}   # a broken one is an error
     if args.table and not known[args.track]:
         raise UserError(f'{args.results} has no results of the track {args.track}')
     failed = sweep(entries, args) if args.sweep else race(entries, args)

@@ -153,7 +153,7 @@ def read_arguments():
         raise UserError('--nanogpt measures training, and takes the folder of a checkout, with model.py')
     check_writable(args.json)
     if args.sweep and not args.sweep.partition('=')[2]:
-        raise UserError(f'--sweep {args.sweep}: a setting and its values are needed, as n_block=2,4,8')
+        raise UserError(f'--sweep {args.sweep}: a setting and its values are needed, such as n_block=2,4,8')
     return args, extra
 
 

@@ -39,7 +39,7 @@ def find_log(path):
     for log in (Path(path, 'log.jsonl'), Path('out', path, 'log.jsonl')):
         if log.is_file():
             return log
-    raise UserError(f'{path} is no run: it has no log.jsonl')
+    raise UserError(f'{path} is not a run: it has no log.jsonl')
 
 
 def flatten(line):
@@ -60,7 +60,7 @@ def flatten(line):
 
 def read_log(log):
     """-> the log's records, each with its place on every axis, and how many lines are damaged.
-    The last line of a run that goes on may be half there: that is no damage."""
+    The last line of a run that goes on may be half there: that is not damage."""
     records, damaged = [], 0
     tokens, per_step, active, before = math.nan, math.nan, math.nan, 0
     with open(log, 'rb') as file:
@@ -230,7 +230,7 @@ def main():
     for path in filter(None, (args.html, args.png)):
         check_writable(path)
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f'{path} is no file')
+            raise UserError(f'{path} is not a file')
     if args.png and not importlib.util.find_spec('matplotlib'):
         raise UserError('--png needs matplotlib: pip install matplotlib')
     while True:

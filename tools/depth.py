@@ -6,7 +6,7 @@ What conditional depth costs and saves, for a run of stlm_depth.py.
     python -m tools.depth out/stlm_exit --draft_layers 1 2 --n_draft 3 --json depth.json
 
 Losses are those of val.bin. A routed model is scored twice: with its forecast, as in generation, and
-with the true top of every window, as in training. The second looks ahead, so it is no probability
+with the true top of every window, as in training. The second looks ahead, so it is not a probability
 of text; the difference is what causality costs. Drafts are greedy and in float32, one prompt at a
 time: `kept` is the share of drafted tokens that end up in the text.
 """
@@ -91,13 +91,15 @@ def read_arguments():
     parser.add_argument('--draft_layers', type=between(1, 1000), nargs='+',
                         help='how many layers draft; every number of them if not given')
     parser.add_argument('--n_draft', type=between(1, 100), default=4, help='tokens to draft at a time')
-    parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50)
-    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100)
+    parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50, help='texts to continue')
+    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100,
+                        help='length of each text')
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16, help='for the losses')
     parser.add_argument('--eval_tokens', type=between(1, 10 ** 9),
                         help='most val tokens to score; all if not given')
     parser.add_argument('--json', help='write everything there')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     check_writable(args.json)
     return args

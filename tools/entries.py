@@ -24,12 +24,12 @@ def find_entries(paths, track):
     for given in paths:
         path = given
         if given.is_dir() and (given.name == 'toy' or (given / 'toy').is_dir()):
-            raise UserError(f'{given} is no entry but a folder of entries: name those, as {given}/*.py')
+            raise UserError(f'{given} is a folder of entries, not an entry: name those in it, {given}/*.py')
         if track == 'toy' and given.parent.name != 'toy':
             path = given.parent / 'toy' / given.name
         if given.exists() and not path.exists():
             if given.is_file():
-                read_config(given)                       # a model file is no config, and says so
+                read_config(given)                       # a model file is not a config: it says so
             print(f'{given.stem} is left out: there is no {path}')
             continue
         stages = sorted(path.glob('*.py')) if path.is_dir() else [path]
@@ -61,7 +61,7 @@ def check_entry(config, earlier, alone, track):
     starts = [s.init_from] if isinstance(s.init_from, str) else s.init_from or []
     for start in starts:
         if Path(start).name not in [stage.stem for stage in earlier]:
-            raise UserError(f'init_from names {start}, which is no earlier stage of this entry')
+            raise UserError(f'init_from names {start}, which is not an earlier stage of this entry')
     if not alone:                                        # what stages make is measured afterwards
         return
     model = sketch(module, dict(vocab_size=rules['vocab_size']) | keys)

@@ -62,7 +62,7 @@ def load_endless(run, ckpt, device):
     """The model as it was trained, if it has no positions: cached keys would keep theirs."""
     model = build_model(ckpt).to(device).eval()
     if not reads_on(model):
-        raise UserError(f'{run} has positions; --memory needs a model without, as moduleformer')
+        raise UserError(f'{run} has positions; --memory needs one without, such as moduleformer')
     return model
 
 
@@ -78,9 +78,11 @@ def read_arguments():
                         help='tokens between starts of windows')
     parser.add_argument('--bin', type=between(1, 10 ** 6), default=64,
                         help='positions per line of the table')
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16)
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16,
+                        help='windows at a time')
     parser.add_argument('--json', help='write the loss at every position there')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     check_writable(args.json)
     return args

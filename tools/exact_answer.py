@@ -29,7 +29,7 @@ from plumbing.data import load_bin
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
 
-NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')    # in 9-5 the minus is no sign
+NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')    # in 9-5 the minus is not a sign
 
 
 def last_number(text):
@@ -60,7 +60,7 @@ def read_jsonl(path):
         try:
             row = parse_json(line)
             problem = str(row['question']), str(row['generated_solution'])
-            ''.join(problem).encode('utf-8')             # a lone surrogate is no text
+            ''.join(problem).encode('utf-8')             # a lone surrogate is not text
             problems.append(problem)
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path}:{number}: '
@@ -170,11 +170,13 @@ def read_arguments():
                         help='only the first so many problems; all if not given')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
                         help='longest solution; for models of chunks, in symbols')
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128)
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128,
+                        help='problems at a time')
     parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
                         help='print the first N problems and what was written')
     parser.add_argument('--json', help='write the result and every continuation there')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     check_writable(args.json)
     return args
@@ -188,7 +190,7 @@ def main():
     used = ckpt['settings']['data']
     if not args.data and isinstance(used, dict) and len(used) > 1:
         raise UserError('the run was trained on several data sets: '
-                        f'choose one, as --data={data_folder(ckpt)}')
+                        f'choose one, such as --data={data_folder(ckpt)}')
     data = args.data or data_folder(ckpt)
     problems = read_problems(data)[:args.num]
     result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size,

@@ -7,8 +7,8 @@ Where do tokens go, and does a choice mean something? One page to look at in a b
     python -m tools.explore out/moep --text notes.txt --tokens 20000 --out routes.html
 
 The page needs no network. It shows a text as tokens, coloured by their choice in a layer; the gates
-and the loss of each; the tokens that a choice serves most; and how much the class of a token, as
-punctuation or digits, says about its choice, beside what chance alone would give. If you give no text,
+and the loss of each; the tokens that a choice serves most; and how much the class of a token, such
+as punctuation or digits, says about its choice, beside what chance alone would give. If you give no text,
 it shows the run's validation set; the statistics are of that set wherever it is still there.
 """
 
@@ -200,7 +200,7 @@ def describe_run(path, args, machine):
         layers.append(dict(name=name, choices=gate.shape[1], width=width, gates=packed))
         layers[-1] |= describe_layer(gate[studied], ids[studied], classes[studied], sets[studied])
     if not layers:
-        notes.append('This model has no routes: every token takes the same way.')
+        notes.append('This model has no routers: every token takes the same path.')
     loss = np.concatenate([nats for nats, _ in found])
     loss[ids == tokenizer.pad] = np.nan                  # what only fills a chunk, and pauses
     loss = [round(nats, 3) if np.isfinite(nats) else None for nats in loss[shown].tolist()]
@@ -218,7 +218,7 @@ def read_arguments():
     text.add_argument('--prompt', help='a text to show')
     parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000, help='to read at most')
     parser.add_argument('--out', help="the page; if not given, explore.html in the first run's folder")
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     return parser.parse_args()
 
 
@@ -226,7 +226,7 @@ def main():
     args = read_arguments()
     check_writable(args.out)
     if args.out and Path(args.out).exists() and not Path(args.out).is_file():
-        raise UserError(f'{args.out} is no file: name one with --out')
+        raise UserError(f'{args.out} is not a file: name one with --out')
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:
@@ -242,7 +242,7 @@ def main():
     data = json.dumps(runs, ensure_ascii=False).replace('<', '\\u003c')
     page = Path(__file__).with_suffix('.html').read_text(encoding='utf-8').replace('@DATA@', data)
     with new_file(Path(out).resolve(), 'wb') as file:
-        file.write(page.encode('utf-8', 'backslashreplace'))   # of names that are no UTF-8
+        file.write(page.encode('utf-8', 'backslashreplace'))   # of names that are not UTF-8
     print(f'{out}: open it in a browser')
 
 

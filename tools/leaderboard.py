@@ -47,7 +47,7 @@ def read_results(track, results):
                 raise ValueError
             found.setdefault(name, {})[int(seed)] = scores
         except (ValueError, KeyError, TypeError):
-            raise UserError(f'{path} is no result: delete it, and run its entry again') from None
+            raise UserError(f'{path} is not a result: delete it, and run its entry again') from None
     return found
 
 

@@ -100,7 +100,7 @@ class NanopathsForCausalLM(NanopathsModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def loss(self, logits, labels, keep, aux, n_items):
-        """Of each next token; -100 is no target. Trainer gives the number of targets in all batches
+        """Of each next token; -100 is not a target. Trainer gives the number of targets in all batches
         that it accumulates: then this is the batch's share of their mean."""
         V = logits.size(-1)
         if not keep.all():                               # padding must not separate neighbours

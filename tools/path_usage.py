@@ -5,11 +5,11 @@ Which path of a PaPaformer does a prompt use? (The paper's Table 6.)
     python -m tools.path_usage out/papaformer_composed               # the paper's 20 prompts
 
 The first command takes many prompts from each data set, the second prints one line per prompt: the
-path that its last token uses in each parallel layer, counted from 1; the number after the last path
-is the mix of all (Gumbel). For Share-Linear it is the path whose output is most similar to the
-joined one, in every layer but the last. A choice is right if it is the path that was trained on the
-prompt's domain: the first data set belongs to path 1, the second to path 2, and so on; the mix
-counts as wrong.
+path that its last token uses in each parallel layer. Paths count from 1, as in the paper (in
+sample.py --routes from 0); the number after the last path is the mix of all (Gumbel). For
+Share-Linear it is the path whose output is most similar to the joined one, in every layer but the
+last. A choice is right if it is the path that was trained on the prompt's domain: the first data set
+belongs to path 1, the second to path 2, and so on; the mix counts as wrong.
 """
 
 import numpy as np
@@ -73,7 +73,8 @@ def read_arguments():
     parser.add_argument('--num', type=between(1, 10 ** 6), default=500, help='prompts of each data set')
     parser.add_argument('--length', type=between(1, 10 ** 6), default=16, help='tokens in each of them')
     parser.add_argument('--json', help='write shares and accuracy there')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     check_writable(args.json)
     return args

@@ -50,9 +50,11 @@ def read_arguments():
                         help='least frequency of a module that stays')
     parser.add_argument('--normalise', choices=('max', 'sum'), default='max',
                         help="divide frequencies by their pool's largest, or by their sum")
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16)
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16,
+                        help='windows at a time')
     parser.add_argument('--json', help='write the table there')
-    parser.add_argument('--device', default='auto', help='cuda, mps or cpu, whichever is there')
+    parser.add_argument('--device', default='auto',
+                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     check_writable(args.json)
     return args

@@ -90,7 +90,7 @@ def expert_bytes(model, s, world):
     """(for each token of a GPU's own, for gradients). In bfloat16, a token goes to K attention modules
     and comes back as queries, goes to them again as what was read, and comes back; it goes to K FFN
     modules and comes back. Backward does the same, and so does recomputation. Gradients in float32: of
-    all that is no expert, and of experts that have copies, where there are more GPUs than experts."""
+    all that is not an expert, and of experts that have copies, where there are more GPUs than experts."""
     c = model.config
     passes = 3 if s.checkpoint_activations else 2
     per_token = passes * 2 * c.top_k * c.n_layer * (2 * (c.n_embd + c.d_att) + 2 * c.n_embd)
@@ -149,7 +149,8 @@ def show_traffic(model, s, T, worlds, loads):
 def main():
     parser = Parser(__doc__)
     parser.add_argument('config')
-    parser.add_argument('--processes', type=between(1, 10 ** 5), nargs='+', default=[1, 8, 32, 64])
+    parser.add_argument('--processes', type=between(1, 10 ** 5), nargs='+', default=[1, 8, 32, 64],
+                        help='how many GPUs')
     parser.add_argument('--routes', help='measured loads; then also the traffic is shown')
     args, extra = parser.parse_known_args()
     s, module, keys = read_settings([args.config, *extra])

@@ -304,7 +304,8 @@ def arena():
     found = {track: entries for track, entries in found.items() if len(entries) > 1}
     figure, axes = plt.subplots(len(found), 1, figsize=(9.5, 7.5 * len(found)), squeeze=False)
     for axis, (track, entries) in zip(axes[:, 0], found.items()):
-        bits = {name: [scores['bits_per_byte'] for scores in seeds.values()] for name, seeds in entries.items()}
+        bits = {name: [scores['bits_per_byte'] for scores in seeds.values()]
+                for name, seeds in entries.items()}
         means = {name: statistics.mean(each) for name, each in bits.items()}
         top = 1.16 * min(means.values())
         places = {}

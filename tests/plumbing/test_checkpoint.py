@@ -48,7 +48,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
         read_checkpoint('out/moep')
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config' / 'moep.py').touch()
-    with pytest.raises(UserError, match='; train it first, as with: python train.py config/moep.py'):
+    with pytest.raises(UserError, match='; train it first, for example: python train.py config/moep.py'):
         read_checkpoint('out/moep')
     os.makedirs('out/moep')
     save_file(state(), tmp_path / 'out/moep/ckpt_1M.pt')
@@ -67,7 +67,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     setup = f'import os; os.mkdir({str(tmp_path / "was_here")!r})'
     for name in ('timeit.timeit', 'prepare.main', 'os.mkdir'):       # functions, but no adapters
         torch.save(state(adapted=[(name, dict(setup=setup, number=0))]), tmp_path / 'ckpt.pt')
-        with pytest.raises(UserError, match=f'{name} is no adapter of this project'):
+        with pytest.raises(UserError, match=f'{name} is not an adapter of this project'):
             load_checkpoint(tmp_path)
     assert os.listdir(tmp_path) == ['ckpt.pt']
 

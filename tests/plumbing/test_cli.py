@@ -52,6 +52,22 @@ def test_a_wrong_option_is_an_error_of_the_user():
         Parser('doc').parse_args(['--speed'])
 
 
+def test_help_shows_defaults(capsys):
+    """Of options that have one."""
+    parser = Parser('doc')
+    parser.add_argument('run', nargs='?', default='out/moep', help='a folder')
+    parser.add_argument('--num', default=3, help='samples')
+    parser.add_argument('--prompt', default='', help='a text')
+    parser.add_argument('--next', help='tokens')
+    parser.add_argument('--routes', action='store_true', help='where tokens go')
+    with pytest.raises(SystemExit):
+        parser.parse_args(['--help'])
+    lines = [' '.join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    options = [line for line in lines if line.startswith(('run', '--'))]
+    assert options == ['run a folder', '--num NUM samples (default 3)', '--prompt PROMPT a text',
+                       '--next NEXT tokens', '--routes where tokens go']
+
+
 def test_short_numbers():
     numbers = (5, 999, 1000, 1234, 1e6, 12.5e6, 2e9, 0.5)
     assert [short(n) for n in numbers] == ['5', '999', '1K', '1.234K', '1M', '12.5M', '2B', '0.5']

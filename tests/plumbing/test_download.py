@@ -191,7 +191,7 @@ def test_named_downloads(tmp_path):
     names = {name: [(role, path.name) for role, path in paths] for name, paths in found.items()}
     assert names['tinystories'] == [('train', 'train.txt'), ('val', 'valid.txt')]
     assert names['babylm'] == [('train', 'a.train'), ('val', 'a.dev')]
-    assert list(prepare.read_documents(found['simplewiki'][0][1])) == ['T\nWord.']
+    assert list(prepare.read_documents(found['simplewiki'][0][1], set())) == ['T\nWord.']
     assert len(found['blimp']) == 67
     with pytest.raises(UserError, match='67 of 1,000'):
         prepare.land_pairs(tmp_path / 'pairs', [tmp_path / 'blimp'], 'BLiMP has 67 of 1,000', False)

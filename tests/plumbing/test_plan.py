@@ -8,7 +8,7 @@ import torch
 import moduleformer
 from plumbing.cli import UserError
 from plumbing.machine import Machine
-from plumbing.plan import check_model, check_vocabulary, only_counted
+from plumbing.plan import check_model, check_vocabulary, only_counted, show_sample
 from plumbing.settings import Settings
 
 
@@ -41,6 +41,22 @@ def test_a_vocabulary_is_the_tokenizers_or_larger():
         check(dict(vocab_size=64, byte_limit=12))
     with pytest.raises(UserError, match='vocab_size is 260'):        # symbols are counted from the end
         check(dict(vocab_size=260), 259, slots=13)
+
+
+@pytest.mark.parametrize('data, line', [
+    ('toy_stories', 'python eval_blimp.py out/a # how many minimal pairs it gets right'),
+    ('play', 'python eval_blimp.py out/a --data data/blimp # how many minimal pairs it gets right '
+             '(after: python prepare.py blimp)'),
+    ('toy_math', 'python -m tools.exact_answer out/a # how many problems it solves')])
+def test_what_to_do_next(capsys, data, line):
+    """The toy pairs are for models of the toy corpora: they are in their words."""
+    model = SimpleNamespace(eval=lambda: None, generate=lambda idx, *_, **__: idx, routes=lambda idx: {})
+    tokenizer = SimpleNamespace(eot=0, pauses=[], show=lambda ids: '')
+    corpus = SimpleNamespace(tokenizer=tokenizer, scored=[data])
+    show_sample(model, Settings(out_dir='out/a'), corpus, Machine('cpu'))
+    lines = [' '.join(each.split()) for each in capsys.readouterr().out.splitlines()]
+    assert line in lines
+    assert 'python -m tools.compare out/a # a table; name more runs to compare them' in lines
 
 
 @pytest.mark.slow

@@ -264,7 +264,8 @@ def test_a_forward_of_two_values(patched):
 
 
 def test_a_crash_is_told_by_its_line(patched):
-    module = patched('moep', 'rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)', 'rows = 1 / 0')
+    line = 'rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)'
+    module = patched('moep', line, 'rows = 1 / 0')
     found = check.run_check(check.causal, module, module.Config(**MOEP))
     place = line_of(Path(module.__file__), 'rows = 1 / 0')
     assert found == ('WRONG', f'{place}: ZeroDivisionError: division by zero')

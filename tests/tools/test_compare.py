@@ -153,10 +153,10 @@ def test_names_are_text(run, tmp_path):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['nothing'], 'nothing is no run'),
+    (['nothing'], 'nothing is not a run'),
     (['.'], 'no log.jsonl'),
     (['a', '--html=a'], 'it is a folder'),
-    (['a', '--html=/dev/null'], '/dev/null is no file'),
+    (['a', '--html=/dev/null'], '/dev/null is not a file'),
     ([], 'required')])
 def test_mistakes(run, tmp_path, args, message):
     write_log(tmp_path / 'a', start())

@@ -55,7 +55,7 @@ def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
     (x, y), = first_windows(data_dir)
     for mode, training in (('forecast', False), ('top', True)):      # it has no dropout
         assert close(found['routed'][mode]['loss'], model.train(training)(x, y)[1].item())
-    assert set(found['routed']['passed']) == {'layer 2', 'layer 4'}
+    assert set(found['routed']['passed']) == {'layers.1', 'layers.3'}
     assert 'looks ahead' in done.stdout.splitlines()[1]
 
 

@@ -159,9 +159,9 @@ def test_other_models(run, trained, data_dir, config, args, layers):
 def test_without_routes_and_in_bytes(run, trained, data_dir):
     folder = trained('stlm_bytes')
     done = run('tools.explore', folder, '--prompt=déjà vu', f'--out={folder}/a.html', here=True)
-    assert 'has no routes' in done.stdout
+    assert 'has no routers' in done.stdout
     data, = page_data(folder / 'a.html')
-    assert data['layers'] == [] and 'has no routes' in data['notes'][0]
+    assert data['layers'] == [] and 'has no routers' in data['notes'][0]
     shown = data['ids'][:len(data['loss'])]
     assert bytes(i for i in shown if i < 256).decode() == 'déjà vu' and data['texts'][str(0xc3)] == '\\xc3'
     assert all((nats is None) == (i == 258 or n == 0) for n, (i, nats) in enumerate(zip(shown, data['loss'])))
@@ -230,14 +230,14 @@ def test_odd_routes(run, moep_run, tmp_path, monkeypatch, kind):
         assert fine['name'] == 'fine' and unpack(fine, 9) == {0: 33, 1: 33, 2: 33}
         assert [note.split()[0] for note in data['notes']] == ['flat', 'none', 'minus', 'many']
     else:
-        assert data['layers'] == [] and 'has no routes' in done.stdout
+        assert data['layers'] == [] and 'has no routers' in done.stdout
 
 
 @pytest.mark.parametrize('args, message', [
     (['--tokens=10'], 'not between 300 and'), (['--tokens=nan'], 'invalid'), (['--text=no.txt'], 'no.txt'),
     (['--text={tmp}/empty.txt'], 'empty.txt is empty'), (['--prompt='], '--prompt is empty'),
     (['--text={tmp}/latin.txt'], 'not UTF-8'), (['--text={tmp}'], 'unreadable'),
-    (['--out={tmp}'], 'cannot be written'), (['--out=/dev/null'], 'is no file'),
+    (['--out={tmp}'], 'cannot be written'), (['--out=/dev/null'], 'is not a file'),
     (['--text=a', '--prompt=b'], 'not allowed with'), (['{tmp}/nothing'], 'there is no checkpoint')])
 def test_mistakes(run, moep_run, tmp_path, args, message):
     (tmp_path / 'empty.txt').touch()
