@@ -173,9 +173,50 @@ def tour(beside, data_dir, tmp_path_factory):
     return beside.submit(run_page, data_dir, tmp_path_factory.mktemp('tour'))
 
 
+@pytest.fixture(scope='session')
+def sharded(beside, data_dir, tmp_path_factory):
+    """A folder of runs that two processes make, and the future of what they print."""
+    from test_shard import train_sharded
+    folder = tmp_path_factory.mktemp('sharded')
+    return folder, beside.submit(train_sharded, data_dir, folder)
+
+
+@pytest.fixture(scope='session')
+def fuzzed(beside, tmp_path_factory):
+    """The future of 96 cases of fuzz.py."""
+    folder = tmp_path_factory.mktemp('fuzz')
+    return beside.submit(run_script, 'tests/fuzz.py', '--cases=96', '--seed=4', cwd=folder)
+
+
+@pytest.fixture(scope='session')
+def checked(beside):
+    """{model and options: the future of what tools.check prints}"""
+    names = ('moep', 'stlm --config config/stlm_bytes.py')
+    return {name: beside.submit(run_script, 'tools.check', *name.split()) for name in names}
+
+
+@pytest.fixture(scope='session')
+def benched(beside):
+    """The future of a table of tools.bench."""
+    from test_bench import TINY
+    return beside.submit(run_script, 'tools.bench', 'config/gpt2.py', *TINY)
+
+
+BESIDE = ('smokes', 'tour', 'sharded', 'fuzzed', 'checked', 'benched')
+
+
+def is_beside(item):
+    return any(name in item.fixturenames for name in BESIDE)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that wait for work beside them come last."""
+    items.sort(key=is_beside)
+
+
 @pytest.fixture(scope='session', autouse=True)
 def start_early(request):
-    for name in ('smokes', 'tour'):
+    for name in BESIDE:
         if any(name in item.fixturenames for item in request.session.items):
             request.getfixturevalue(name)
 

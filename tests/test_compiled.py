@@ -16,15 +16,15 @@ from plumbing import compiled
 
 TINY = dict(vocab_size=50, block_size=16, n_head=2, n_embd=16)
 MODELS = dict(
-    gpt2=(moep, dict(n_layer=5, n_parallel=0)),
-    moep=(moep, dict(n_layer=2, n_embd_parallel=16, n_head_parallel=1, n_parallel=5)),
-    papaformer=(papaformer, dict(n_layer=2, n_parallel=4, path_embd=[8, 8], path_head=[1, 1],
+    gpt2=(moep, dict(n_layer=2, n_parallel=0)),
+    moep=(moep, dict(n_layer=2, n_embd_parallel=16, n_head_parallel=1, n_parallel=2)),
+    papaformer=(papaformer, dict(n_layer=2, n_parallel=2, path_embd=[8, 8], path_head=[1, 1],
                                  connection='gumbel2')),
-    moduleformer=(moduleformer, dict(n_layer=5, n_att=4, d_att=16, n_ffd=4, d_ffd=16, d_router=8)),
-    selfmoe=(selfmoe, dict(n_layer=5, n_kv_head=1)),
-    stlm=(stlm, dict(n_layer=5, n_kv_head=1, ffn_hidden=16, share='all', lora_rank=2)),
-    stlm_depth=(stlm_depth, dict(n_layer=6, n_kv_head=1, ffn_hidden=16, capacity=0.25)),
-    strong=(strong, dict(n_layer=5, n_expert=4, top_k=2)))
+    moduleformer=(moduleformer, dict(n_layer=2, n_att=4, d_att=16, n_ffd=4, d_ffd=16, d_router=8)),
+    selfmoe=(selfmoe, dict(n_layer=2, n_kv_head=1)),
+    stlm=(stlm, dict(n_layer=2, n_kv_head=1, ffn_hidden=16, share='all', lora_rank=2)),
+    stlm_depth=(stlm_depth, dict(n_layer=4, n_kv_head=1, ffn_hidden=16, capacity=0.25)),
+    strong=(strong, dict(n_layer=2, n_expert=4, top_k=2)))
 
 
 @pytest.fixture

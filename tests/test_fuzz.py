@@ -12,11 +12,10 @@ FOLDER = (stat.S_IFDIR,)
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nKeyError: 1\n'
 
 
-@pytest.mark.parametrize('cases, seed', [(24, 3), pytest.param(72, 4, marks=pytest.mark.slow)])
-def test_cases(run, tmp_path, cases, seed):
+@pytest.mark.slow
+def test_cases(fuzzed):
     """Each succeeds, or ends in one line: else the exit code is 1, and what went wrong is printed."""
-    done = run('tests/fuzz.py', f'--cases={cases}', f'--seed={seed}', cwd=tmp_path, here=False)
-    assert f'{cases} cases' in done.stdout
+    assert '96 cases' in fuzzed.result().stdout
 
 
 @pytest.mark.parametrize('fault, code, err, stopped', [

@@ -124,13 +124,15 @@ def test_the_settings_in_a_checkpoint_are_not_followed(run, home, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('make', [
-    lambda path: path.write_bytes(pickle.dumps({'model': Evil(os.system, TOUCH)}, 2)),
-    lambda path: torch.save({'model': Evil(os.system, TOUCH)}, path, _use_new_zipfile_serialization=False),
-    lambda path: torch.save(Evil(exec, CALL), path)], ids=['pickle', 'older format', 'zip'])
-def test_a_pickle_of_its_own_process(run, home, make):
+@pytest.mark.parametrize('make, here', [
+    (lambda path: path.write_bytes(pickle.dumps({'model': Evil(os.system, TOUCH)}, 2)), True),
+    (lambda path: torch.save({'model': Evil(os.system, TOUCH)}, path, _use_new_zipfile_serialization=False),
+     True),
+    (lambda path: torch.save(Evil(exec, CALL), path), False)], ids=['pickle', 'older format', 'zip'])
+def test_a_pickle(run, home, make, here):
+    """One of them in a process of its own."""
     make(home / 'out/run/ckpt.pt')
-    one_line(run('sample.py', 'out/run', cwd=home, code=2, here=False))
+    one_line(run('sample.py', 'out/run', cwd=home, code=2, here=here))
 
 
 # ---- Configs ------------------------------------------------------------------------------------

@@ -579,14 +579,14 @@ def uncached(model, idx, n, temperature, top_k=None):
     (dict(), 1), slow(WIDE, 13), slow(dict(), 13), slow(WIDE, 1), slow(MODELS[2], 1), slow(MODELS[2], 13)])
 def test_cached_generation_is_uncached(changes, start):
     model, x = make(2, **changes).eval(), tokens(2, start)
-    out = model.generate(x, 20, temperature=0)
-    assert torch.equal(out, uncached(model, x, 20, 0)) and torch.equal(out[:, :start], x)
+    out = model.generate(x, 12, temperature=0)
+    assert torch.equal(out, uncached(model, x, 12, 0)) and torch.equal(out[:, :start], x)
     assert len(set(out[:, start:].flatten().tolist())) > 4               # not one token for ever
     for args in ((1.0,), (0.7, 5)):
         torch.manual_seed(3)
-        out = model.generate(x, 20, *args)
+        out = model.generate(x, 12, *args)
         torch.manual_seed(3)
-        assert torch.equal(out, uncached(model, x, 20, *args))
+        assert torch.equal(out, uncached(model, x, 12, *args))
     assert torch.equal(model.generate(x, 8, top_k=1), model.generate(x, 8, temperature=0))
     assert model.generate(x, 3, top_k=1000).shape == (2, start + 3)      # more than the vocabulary: all of it
 
@@ -690,7 +690,8 @@ def test_dropout_places():
 @NO_BF16
 @pytest.mark.parametrize('changes', [dict(), dict(WIDE, query_block=8)], ids=str)
 def test_bfloat16_autocast_and_one_graph(compile_model, changes):
-    """Under autocast modules compute in bfloat16, the router in float32; one graph, no value is read."""
+    """Under autocast modules compute in bfloat16, the router in float32; one graph, no value is read.
+    In float32 it breaks; what it computes then is compared in test_compiled.py."""
     every = dict(d_ffd=16, n_att=3, n_ffd=3, top_k=3)    # widths in multiples of 8; K = E: no choice flips
     torch.manual_seed(0)
     model, x = ModuleFormer(ModuleFormerConfig(**{**SMALL, **every, **changes})), tokens(2, 8)
@@ -699,9 +700,9 @@ def test_bfloat16_autocast_and_one_graph(compile_model, changes):
     exact.backward()
     exact_grads = [p.grad.clone() for p in model.parameters()]
 
-    def backend(graph, _):                               # as backend='eager', and the graph is kept
+    def backend(graph, inputs):                          # as backend='aot_eager', and the graph is kept
         graphs.append(graph)
-        return graph
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
     compiled = compile_model(model, backend=backend, fullgraph=True)
     hooks = [m.register_forward_hook(lambda m, a, out: seen.append((a[0].dtype, out[0].dtype)))
              for m in model.modules() if isinstance(m, Router)]
@@ -722,20 +723,6 @@ def test_bfloat16_autocast_and_one_graph(compile_model, changes):
     assert len(graphs) == 1
     called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
     assert not called & {'item', 'tolist', '_local_scalar_dense'}
-
-
-@pytest.mark.slow
-def test_compiled_is_eager(compile_model):
-    """In float32, where the loop over groups reads their sizes and the graph breaks."""
-    model, x = make(dtype=torch.float32, n_layer=1, n_att=2, n_ffd=2, query_block=8), tokens(1, 6)
-    found = []
-    for m in (model, compile_model(model, backend='aot_eager')):
-        model.zero_grad()
-        _, loss, aux = m(x, x.flip(1))
-        (loss + aux['mi']).backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 # ---- Insertion -----------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def objective(loss, aux):
     slow(dict(n_layer=3)), slow(dict(swiglu=True, sparse=False))])
 def test_oracle(changes):
     """Logits, loss, balance losses, every gradient and every gate."""
-    model, x, y = make(**changes), tokens(), tokens(seed=2)
+    model, x, y = make(**changes), tokens(T=7), tokens(T=7, seed=2)
     y[0, 3] = -1
     logits, aux, gates = oracle(model, x)
     kept = y.flatten() >= 0
@@ -255,14 +255,15 @@ def test_grouped_mm_without_a_kernel(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
 def test_bfloat16_autocast_and_one_graph(compile_model):
-    """Under autocast the model trains in bfloat16, and compiles without a graph break: no value is read."""
-    model, x = make(dtype=torch.float32), tokens(2, 16)
+    """Under autocast the model trains in bfloat16, and compiles without a graph break: no value is read.
+    In float32 it breaks; what it computes then is compared in test_compiled.py."""
+    model, x = make(dtype=torch.float32, n_parallel=1), tokens(2, 16)
     exact = model(x, x)[1]
     graphs = []
 
-    def backend(graph, _):                               # as backend='eager', and the graph is kept
+    def backend(graph, inputs):                          # as backend='aot_eager', and the graph is kept
         graphs.append(graph)
-        return graph
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
     compiled = compile_model(model, backend=backend, fullgraph=True)
     with torch.autocast('cpu', torch.bfloat16):
         for m in (model, compiled):
@@ -274,13 +275,6 @@ def test_bfloat16_autocast_and_one_graph(compile_model):
     assert all(v.dtype == torch.float32 for v in aux.values())   # routers stay out of bfloat16
     objective(loss, aux).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_compiled_is_eager(compile_model):
-    """In float32, where the loop over groups reads their sizes and the graph breaks."""
-    model, x = make(dtype=torch.float32, n_parallel=1, n_block=2, n_expert=2), tokens(1, 6)
-    assert abs(compile_model(model, backend='aot_eager')(x, x)[1] - model(x, x)[1]) < 1e-5
 
 
 # ---- Balance losses ------------------------------------------------------------------------------
@@ -355,15 +349,15 @@ def uncached(model, idx, n):
 
 
 FORMS = [dict(), dict(n_parallel=0), dict(swiglu=True), dict(sparse=False)]
-QUICK = [(dict(), 7), (dict(n_parallel=0), 24), (dict(n_parallel=0), 40)]
-MORE = [case for case in itertools.product(FORMS, [1, 7, 24, 40]) if case not in QUICK]
+QUICK = [(dict(), 5), (dict(n_parallel=0), 12), (dict(n_parallel=0), 20)]
+MORE = [case for case in itertools.product(FORMS, [1, 5, 12, 20]) if case not in QUICK]
 
 
 @pytest.mark.parametrize('changes, start', [*QUICK, *(slow(*case) for case in MORE)])
 def test_cached_generation_is_uncached(changes, start):
-    """Also past the context length (24), and from prompts as long as it or longer."""
-    model, x = make(**changes).eval(), tokens(3, start)
-    assert torch.equal(model.generate(x, 45, temperature=0), uncached(model, x, 45))
+    """Also far past the context length (12), and from prompts as long as it or longer."""
+    model, x = make(block_size=12, **changes).eval(), tokens(3, start)
+    assert torch.equal(model.generate(x, 25, temperature=0), uncached(model, x, 25))
 
 
 def test_cache_in_pieces():

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, run_script
 from plumbing.checkpoint import build_model, freeze, read_checkpoint
 from plumbing.cli import UserError
 from plumbing import folder as folder_module
@@ -201,22 +201,29 @@ def test_a_loss_of_its_own_is_not_sliced(name, change, more):
     assert torch.equal(torch.get_rng_state(), random) and model.training
 
 
-@pytest.mark.slow
-def test_two_processes_with_one_model(run, data_dir, tmp_path):
-    """MoEP, and a base that a surgery froze, equal one process with as many micro-batches; half a run and its
-    resumption, bit for bit the whole; every tool reads it; one process goes on with it."""
+def train_sharded(data_dir, folder):
+    """MoEP, and a base that a surgery froze: by one process, and by two that share the model -> what the two
+    print. (Another process runs it beside the tests.)"""
     seven = ['--max_iters=7', f'--data_dir={data_dir}']
-    run('train.py', *command('moep', tmp_path / 'one'), *seven, '--gradient_accumulation_steps=4', here=True)
-    run('train.py', *command('moduleformer', tmp_path / 'base'), '--max_iters=1', seven[1], here=True)
-    run('train.py', *frozen(tmp_path / 'base', tmp_path / 'one_frozen'), *seven,
-        '--gradient_accumulation_steps=4', here=True)
+    alone = [*seven, '--gradient_accumulation_steps=4']
+    run_script('train.py', *command('moep', folder / 'one'), *alone, here=True)
+    run_script('train.py', *command('moduleformer', folder / 'base'), '--max_iters=1', seven[1], here=True)
+    run_script('train.py', *frozen(folder / 'base', folder / 'one_frozen'), *alone, here=True)
     shard = ['--shard', '--checkpoint_activations', '--gradient_accumulation_steps=2', '--save_interval=4']
-    half = command('moep', tmp_path / 'halves', *shard)
-    memory_too = frozen(tmp_path / 'base', tmp_path / 'two_frozen', *shard)
-    exits = command('stlm_depth', tmp_path / 'exits', *shard, '--exit_loss=True', '--max_iters=3')
-    told = train_many(2, [command('moep', tmp_path / 'two', *shard, seven[0]), [*half, '--max_iters=5'],
+    half = command('moep', folder / 'halves', *shard)
+    memory_too = frozen(folder / 'base', folder / 'two_frozen', *shard)
+    exits = command('stlm_depth', folder / 'exits', *shard, '--exit_loss=True', '--max_iters=3')
+    return train_many(2, [command('moep', folder / 'two', *shard, seven[0]), [*half, '--max_iters=5'],
                           [*half, '--resume', seven[0]], [*exits, '--aux_weights=dict(exit=1.0)'],
                           [*memory_too, '--max_iters=5'], [*memory_too, '--resume', seven[0]]], data_dir)
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_model(run, sharded, data_dir):
+    """They equal one process with as many micro-batches; half a run and its resumption, bit for bit the
+    whole; every tool reads it; one process goes on with it."""
+    tmp_path, future = sharded
+    told = future.result()
     assert max(gap(tmp_path / 'one', tmp_path / 'two')) < 1e-4
     assert max(gap(tmp_path / 'one_frozen', tmp_path / 'two_frozen')) < 1e-4
     held = [json.loads(line[5:]) for line in told.stdout.splitlines() if line.startswith('held')]

@@ -59,7 +59,9 @@ def test_missing_toys_are_made(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_toy_at_once_and_after_a_kill(tmp_path, data_dir):
-    code = f'import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare; prepare.make_toy("data")'
+    names = ['toy_stories', 'toy_lingo', 'toy_blimp']    # all would take longer
+    code = f'import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare; prepare.TOYS = {names}; ' \
+           'prepare.make_toy("data")'
 
     def start():
         return subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, stdout=subprocess.DEVNULL,

@@ -181,8 +181,8 @@ def test_mistakes(run, args, message):
 
 
 @pytest.mark.slow
-def test_as_a_user(run):
-    lines = run('tools.bench', 'config/gpt2.py', *TINY).stdout.splitlines()
+def test_as_a_user(benched):
+    lines = benched.result().stdout.splitlines()
     assert len(lines) == 3 and 'TFLOP/s in a large matrix product' in lines[0]
     assert lines[2].startswith('gpt2 ') and lines[2].endswith('%')
 

@@ -319,6 +319,6 @@ def test_mistakes(run, args, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args', ['moep', 'stlm --config config/stlm_bytes.py'])
-def test_as_a_user(run, args):
-    table = run('tools.check', *args.split()).stdout.splitlines()[1:]
+def test_as_a_user(checked, args):
+    table = checked[args].result().stdout.splitlines()[1:]
     assert len(table) == 11 and {line.split()[0] for line in table} <= {'ok', '-'}
