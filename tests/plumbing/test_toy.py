@@ -33,7 +33,7 @@ def test_toy_folders(data_dir, capsys):
     before = {p: p.stat().st_mtime_ns for p in data_dir.rglob('*')}
     prepare.main(['toy', '--out', str(data_dir)])
     assert 'holds all toy corpora already' in capsys.readouterr().out
-    with pytest.raises(UserError, match='of their own'):
+    with pytest.raises(UserError, match='leave out --name'):
         prepare.main(['toy', '--name', 'mine'])
     prepare.make_missing_toys(['toy_math', 'my_book'], data_dir)
     assert before == {p: p.stat().st_mtime_ns for p in data_dir.rglob('*')}
