@@ -86,7 +86,7 @@ class ModuleFormerConfig:
             raise ValueError('identity_kv needs d_att = n_embd and a single head (n_head = 1)')
 
     def per_layer(self, number):
-        return number if isinstance(number, list) else [number] * self.n_layer
+        return [number] * self.n_layer if isinstance(number, int) else list(number)
 
 
 # ---- The idea: stick-breaking attention, and pools of modules to choose from ---------------------
@@ -270,13 +270,13 @@ class ModuleFormer(nn.Module):
         return self.ln_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         x, aux = self.features(idx, cache)
         logits = self.head(x)
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-        if reduction == 'none':
-            loss = loss.view_as(targets)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ class ModuleFormer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, modules)}: the gates that multiply the outputs, 0 if not chosen."""
+        """{layer: (B, T, modules)}: the gates of the outputs, 0 if not chosen. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -331,7 +331,7 @@ def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
-        raise ValueError(f'n_att = {n_att}, n_ffd = {n_ffd} must be whole numbers, not both 0')
+        raise ValueError(f'n_att = {n_att}, n_ffd = {n_ffd} must be whole numbers from 0, not both 0')
     if model.config.new_att or model.config.new_ffd:
         model = absorb_inserted(model)
     new = rebuild_with(model, model.state_dict(), new_att=n_att, new_ffd=n_ffd)
@@ -388,8 +388,8 @@ class PruneTable(list):
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
     frequency, divided by the largest of its pool (`max`) or by their sum (`sum`), is below the
-    threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`
-    are counted. The softmax then has fewer modules, so gates rise. Nothing is frozen."""
+    threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`,
+    a list of (idx, targets), are counted. The softmax has fewer modules then, so gates rise."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):

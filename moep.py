@@ -42,7 +42,7 @@ class MoEPConfig:
     n_embd: int = 384              # their width, the paper's d_L
     n_parallel: int = 10           # Parallel Layers; 0 makes this a plain GPT-2 of n_layer blocks
     n_head_parallel: int = 3       # attention heads of each small block
-    n_embd_parallel: int = 192     # width of each small block, the paper's d_P
+    n_embd_parallel: int = 192     # width of each small block, the paper's d_P; set it with n_embd
     n_block: int = 4               # P: small blocks side by side in a Parallel Layer
     n_expert: int = 4              # E: experts of the shrinking and of the growing projection
     top_k: int = 2                 # K: blocks, and experts, that each token takes
@@ -279,13 +279,13 @@ class MoEP(nn.Module):
         return self.ln_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         x, aux = self.features(idx, cache)
         logits = F.linear(x, self.wte.weight)
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-        if reduction == 'none':
-            loss = loss.view_as(targets)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
     @torch.no_grad()
@@ -308,7 +308,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, choices)}: the gates that multiply the outputs, 0 if not chosen."""
+        """{layer: (B, T, choices)}: the gates of the outputs, 0 if not chosen. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():

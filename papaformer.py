@@ -22,6 +22,7 @@ Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller 
   9 as printed do the opposite when minimised, and leave out the mix. `intended` follows the text,
   `printed` the printed signs. `released` is what the authors' code does: Eq. 8 as intended, Eq. 9
   as printed, both from the sampled one-hot weights. All three count the mix as one of k+1 choices.
+  `aux` has them as `entropy` and `load`, weighted by 0.01 in our runs; with `share` it is empty.
 - In eval mode our routers take the best choice, so that results repeat; the release still samples.
 - Table 2's FFN sizes contradict its parameter counts. An FFN of 8/3 of the width, rounded up to
   32s, and an output projection in attention fit the counts within 2%. The release has 4 times
@@ -51,7 +52,7 @@ class PaPaformerConfig:
     n_embd: int = 256              # their width, d_L
     ffn_hidden: int | None = None  # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     n_parallel: int = 3            # parallel layers; 0 makes this a plain LLaMA: a baseline, a path
-    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of each of the k paths
+    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths; set it with n_embd
     path_head: list = field(default_factory=lambda: [4, 4])      # attention heads of each path
     path_ffn_hidden: list | None = None                          # ffn_hidden of each path
     connection: str = 'share'      # what joins the outputs of the paths: share | gumbel1 | gumbel2
@@ -308,6 +309,7 @@ class PaPaformer(nn.Module):
         return self.norm_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return self.head(x), None, aux
@@ -334,7 +336,7 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, k+1)}: the weights pi of the paths and, last, the mix; {} for `share`."""
+        """{layer: (B, T, k+1)}: the weights pi of paths and mix; {} for `share`. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -438,7 +440,7 @@ def head_loss(x, weight, targets, reduction):
         bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
     logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss if reduction == 'mean' else loss.view_as(targets)
+    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = PaPaformerConfig, PaPaformer             # what train.py looks for

@@ -75,6 +75,8 @@ class SelfMoEConfig:
             raise ValueError(f'ffn_hidden = {self.ffn_hidden} is too small')
         if self.gate not in ('none', 'matrix', 'vector', 'scalar'):
             raise ValueError(f"gate is '{self.gate}'; it can be none, matrix, vector or scalar")
+        if self.gate == 'none' and self.gate_layers:
+            raise ValueError("gate_layers needs a gate: set gate = 'matrix', 'vector' or 'scalar'")
         if not set(self.gate_layers or []) <= set(range(1, self.n_layer)):
             raise ValueError(f'gate_layers {self.gate_layers} must lie between 1 and {self.n_layer - 1}')
         if not 1 <= self.top_k <= self.n_expert:
@@ -116,6 +118,9 @@ class SelfMoE(nn.Module):
     def states(self, idx, past=0, cache=None):
         """Yields for each layer: its state h_i; the two terms that make it up, of the block and of
         the gate (None where there is no gate); the block's auxiliary losses."""
+        length = past + idx.size(1)
+        if length > self.config.block_size:
+            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
         h = self.wte(idx)                                # (B, T, D)
         for i, block in enumerate(self.blocks):
             block_out, losses = block(h, past, cache)
@@ -131,9 +136,6 @@ class SelfMoE(nn.Module):
         """(B, T) token ids -> final-norm states (B, T, D), aux. aux has a mixture's balance loss,
         summed over layers, and the mean size of what each block and each gate returns (Fig. 2)."""
         past = cache[0][0].size(2) if cache else 0
-        length = past + idx.size(1)
-        if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
         aux = {}
         for i, (h, block_out, gate_out, losses) in enumerate(self.states(idx, past, cache)):
             for name, loss in losses.items():
@@ -144,6 +146,7 @@ class SelfMoE(nn.Module):
         return self.norm_f(h), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return self.head(x), None, aux
@@ -181,7 +184,7 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """For a mixture, {layer: (B, T, E)}: the experts' weights, 0 if not chosen. Otherwise {}."""
+        """{layer: (B, T, E)}: the weights of a mixture's experts, 0 if not chosen. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -307,8 +310,9 @@ def add_gates(model, kind='matrix'):
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
     """Remove gates after training -> (model, GateTable). The state of each layer, without and with
     its gate's contribution, goes through final norm and head. `rule` compares the two perplexities
-    (one per sequence, then the mean). `threshold` is the relative change that the rule `changes`
-    asks for, `layer` the first block, counted from 0, whose gate `from_layer` keeps."""
+    (one per sequence of `batches`, a list of (idx, targets); then the mean). `threshold` is the
+    relative change that the rule `changes` asks for, `layer` the first block, counted from 0, whose
+    gate `from_layer` keeps."""
     rules = dict(                                        # keep the gate if this is true
         improves=lambda i, without, with_gate: with_gate < without,
         changes=lambda i, without, with_gate: abs(with_gate - without) / without > threshold,
@@ -318,8 +322,9 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
         raise ValueError('the model has no gates')
     if rule not in rules:
         raise ValueError(f"rule is '{rule}'; it can be {', '.join(rules)}")
-    if rule == 'from_layer' and layer is None:
-        raise ValueError("rule 'from_layer' needs layer: the first block whose gate stays")
+    if rule == 'from_layer' and layer not in range(1, model.config.n_layer):
+        raise ValueError(f"rule 'from_layer' needs layer, from 1 to {model.config.n_layer - 1}: "
+                         'the first block whose gate stays')
 
     def perplexity(h, targets):                          # (B,): one per sequence
         logits = model.head(model.norm_f(h)).float()     # bfloat16 would hide small differences
@@ -432,7 +437,7 @@ def head_loss(x, weight, targets, reduction):
         bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
     logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss if reduction == 'mean' else loss.view_as(targets)
+    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = SelfMoEConfig, SelfMoE                   # what train.py looks for

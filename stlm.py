@@ -18,7 +18,7 @@ Pauses and next thoughts (section 5.4) only change the data: in the latter a chu
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
 chunks; end-of-text is a chunk by itself. Padding is never a target (plumbing/data.py makes it -1).
-Impossible symbols get probability 0, so the probabilities of all chunks sum to 1. End-of-chunk is scored.
+Impossible symbols get probability 0, so all chunks sum to 1. A loss of inf: text in another layout.
 
 Departures from the paper, and gaps it leaves:
 - The paper decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are
@@ -148,7 +148,7 @@ class ByteEnds:
     def loss(self, model, states, idx, targets, reduction):
         logits = self.logits(model, states, idx)[:, 1:].flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-        return loss if reduction == 'mean' else loss.view_as(targets)
+        return loss.view_as(targets) if reduction == 'none' else loss
 
     def pad_ended(self, chunk, new):
         """In generate: rows whose chunk has ended go on with padding instead of `new`."""
@@ -444,7 +444,7 @@ def head_loss(x, weight, targets, reduction):
         bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
     logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss if reduction == 'mean' else loss.view_as(targets)
+    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = STLMConfig, STLM                         # what train.py looks for

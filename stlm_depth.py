@@ -21,8 +21,9 @@ layers, which has 1.525. With early exit it has 1.514, for 44% more FLOPs (docs/
 Who passes, and causality. The top 12.5% of a window are known only at its end. So in training a
 later token can change whether an earlier one passes, although tokens that pass read earlier ones
 only. In evaluation and generation a forecast decides instead: a linear map of the token's own
-state, trained to say whether the token is among the top. Its auxiliary loss, `forecast`, trains
-nothing else. It needs a weight in `aux_weights`: without one, no token passes in evaluation.
+state, trained to say whether the token is among the top. Its auxiliary loss trains nothing else. Train
+with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`), or no token passes in evaluation. In
+evaluation, and if no layer is routed, `aux` does not have it.
 
 Departures from the papers, and gaps they leave:
 - Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
@@ -268,6 +269,7 @@ class STLMDepth(nn.Module):
         return F.linear(self.norm_f(state), self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         states, aux, _ = self.read(idx, cache)
         if targets is None:
             return self.exit_logits(states[-1]), None, aux
@@ -345,7 +347,7 @@ class STLMDepth(nn.Module):
     @torch.no_grad()
     def routes(self, idx):
         """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it skips
-        it. Not the scores, which may be negative."""
+        it. Not the scores, which may be negative. Call eval() first."""
         _, _, passed = self.read(idx)
         return {f'layers.{i}': torch.stack((p, 1 - p), -1) for i, p in passed.items()}
 
@@ -408,7 +410,7 @@ def head_loss(x, weight, targets, reduction):
         bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
     logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss if reduction == 'mean' else loss.view_as(targets)
+    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = STLMDepthConfig, STLMDepth               # what train.py looks for

@@ -25,7 +25,8 @@ Choices, and their reasons:
 - The embedding is also the head. Two separate tables would be over a third of a model of this size.
 - The gates of a token's K experts sum to 1, and the gated sum is multiplied by K: with equal gates,
   the K experts add up as the parts of a dense FFN do.
-- At top_k = 1 the gate is always 1: the router learns from the balance loss alone.
+- Train experts with `loss + 0.01 * aux['balance']`. At top_k = 1 the gate is always 1: the router
+  learns from the balance loss alone.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
 width of a head, E experts, K chosen per token, R = N*K rows sorted by expert, F hidden width.
@@ -216,7 +217,8 @@ class Strong(nn.Module):
 
     def init_weights(self):
         """Maps that add to the residual stream are 0: at first a block returns what it was given.
-        The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small."""
+        The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small. At
+        first a token predicts itself, with a logit of 0.02 * n_embd: in a small vocabulary that costs."""
         for name, p in self.named_parameters():
             if '.proj' in name or '.down' in name:
                 nn.init.zeros_(p)
@@ -240,6 +242,7 @@ class Strong(nn.Module):
         return norm(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return F.linear(x, self.wte.weight), None, aux
@@ -266,7 +269,7 @@ class Strong(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, E)}: the gates, which sum to 1; 0 if not chosen."""
+        """{layer: (B, T, E)}: the gates, which sum to 1; 0 if not chosen. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -366,7 +369,7 @@ def head_loss(x, weight, targets, reduction):
         bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
     logits = F.linear(x, weight, bias).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss if reduction == 'mean' else loss.view_as(targets)
+    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = StrongConfig, Strong                     # what train.py looks for

@@ -970,6 +970,7 @@ def test_surgery_keeps_a_router_of_your_own():
 
 
 def test_pruning_errors():
+    assert ModuleFormerConfig(n_layer=2, n_att=(4, 3)).per_layer((4, 3)) == [4, 3]
     model, x = make().train(), tokens()
     with pytest.raises(ValueError, match='max or sum'):
         prune_experts(model, batches=[(x, x)], normalise='mean')

@@ -406,8 +406,11 @@ def test_select_gates_errors():
     model, batches = make(gate='vector'), [(tokens(), tokens())]
     with pytest.raises(ValueError, match='improves, changes, printed, from_layer'):
         select_gates(model, batches, 'improve')
-    with pytest.raises(ValueError, match='layer'):
-        select_gates(model, batches, 'from_layer')
+    for layer in (None, 0, 3):
+        with pytest.raises(ValueError, match='from 1 to 2'):
+            select_gates(model, batches, 'from_layer', layer=layer)
+    with pytest.raises(ValueError, match='17 tokens are more than'):
+        select_gates(model, [(tokens(T=17), tokens(T=17))])
     for gateless in (make(), make(gate='vector', gate_layers=[])):
         with pytest.raises(ValueError, match='no gates'):
             select_gates(gateless, batches)
@@ -563,7 +566,8 @@ def test_params_by_hand():
     dict(vocab_size=0), dict(block_size=0), dict(n_layer=0), dict(n_head=0), dict(n_kv_head=0),
     dict(n_embd=0), dict(n_expert=0), dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3),
     dict(n_kv_head=8), dict(gate='full'),
-    dict(gate_layers=[0]), dict(gate_layers=[1, 3]), dict(gate_layers=[-1]), dict(top_k=0), dict(top_k=2),
+    *[dict(gate='scalar', gate_layers=layers) for layers in ([0], [1, 3], [-1])],
+    dict(gate_layers=[1]), dict(top_k=0), dict(top_k=2),
     dict(n_expert=4, top_k=5), dict(dropout=1.0), dict(dropout=-0.1), dict(ffn_hidden=0)], ids=str)
 def test_config_errors(wrong):
     SelfMoEConfig(**SMALL)

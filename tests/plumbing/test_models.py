@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 import lora
 import moep
@@ -34,6 +35,18 @@ def test_a_model_file_that_cannot_be_imported(tmp_path, monkeypatch, line, messa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
         import_model('bad_model')
+
+
+@pytest.mark.parametrize('name', [
+    'moep', 'moduleformer', 'papaformer', 'selfmoe', 'stlm', 'stlm_depth', 'strong'])
+def test_reductions(name):
+    module = import_model(name)
+    model = module.Model(module.Config(vocab_size=9, block_size=4, n_layer=2, n_head=4, n_embd=16)).eval()
+    x, y = torch.arange(8).view(2, 4), torch.tensor([[1, -1, 3, 4], [5, 6, 7, -1]])
+    losses = model(x, y, reduction='none')[1]
+    assert losses.shape == (2, 4)
+    assert torch.allclose(model(x, y, reduction='sum')[1], losses.sum())
+    assert torch.allclose(model(x, y)[1], losses.sum() / 6)
 
 
 def test_surgeries_by_name():
