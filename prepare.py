@@ -7,8 +7,7 @@ Text -> uint16 token bins and a tokenizer.
 
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
 front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled.
-CRLF becomes \\n and blank lines around a document go; nothing else is changed. Memory stays small:
-150 bytes per document, some MB of text per worker.
+CRLF becomes \\n and blank lines around a document go; nothing else is changed. Memory stays small.
 """
 
 import functools
@@ -37,18 +36,21 @@ from plumbing.wiki import read_wiki
 
 def read_rows(path, fields):
     """The documents of a .jsonl file: these fields (a,b,c) of each row, joined by a newline."""
+    names = [name.strip() for name in fields.split(',')]
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
-            text = '\n'.join(row[field] for field in fields.split(','))
+            text = '\n'.join(row[name] for name in names)
             text.encode('utf-8')                         # a lone surrogate is not text
         except ValueError as error:
             raise UserError(f'{path}:{number}: not a row of JSON in Unicode ({error})')
         except (KeyError, TypeError):
-            has = ', '.join(row) if isinstance(row, dict) else 'no fields'
-            raise UserError(f'{path}:{number}: no text in {fields} (the row has: {has}); see --field')
+            row = row if isinstance(row, dict) else {}
+            name = next(name for name in names if not isinstance(row.get(name), str))
+            has = ', '.join(row) or 'no fields'
+            raise UserError(f"{path}:{number}: no text in '{name}' (the row has: {has}); see --field")
         yield text
 
 
@@ -56,8 +58,7 @@ def read_text(path, split, cuts):
     """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
     lines = (line for _, line in read_lines(path))
     if split == 'auto':
-        seen = []
-        room = 2 ** 24
+        seen, room = [], 2 ** 24
         while len(seen) < 10000 and room > 0 and (line := next(lines, '')):
             seen.append(line)
             room -= len(line)
@@ -65,8 +66,7 @@ def read_text(path, split, cuts):
         head = ''.join(seen).rstrip()
         split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n', head) else 'passage'
         cuts.add(dict(eot=f'at {EOT}', blank='at blank lines', passage='every 16 KB')[split])
-    parts = []
-    size = 0
+    parts, size = [], 0
     for line in lines:
         *ended, line = line.split(EOT) if split == 'eot' else [line]
         for end in ended:
@@ -78,8 +78,7 @@ def read_text(path, split, cuts):
         size += len(line)
         if blank or split == 'row' or split == 'passage' and size >= 16384:
             yield ''.join(parts)
-            parts = []
-            size = 0
+            parts, size = [], 0
     yield ''.join(parts)
 
 
@@ -97,8 +96,8 @@ def read_documents(path, cuts, split='auto', field='text'):
 def find_files(inputs):
     """[(split, path)] of files and folders. If a name says train, names are believed: val, valid or
     dev is val, test stays out. Else all is train. If there is no val, it is cut off train later."""
-    found = []
-    skipped = 0
+    found, skipped = [], 0
+    folders = {Path(given).parent for given in inputs}
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
@@ -112,10 +111,12 @@ def find_files(inputs):
             raise UserError(f'no .txt or .jsonl file (or .gz, .xz of one) in {given}')
         if not given.is_dir() and not re.search(known, given.name.lower()):
             print(f'{given} is read as plain text')
-        base = given if len(inputs) == 1 and given.is_dir() else given.parent
+        base = given if len(inputs) == 1 else given.parent
+        if given.is_file() and len(folders) > 1:         # train/a.txt and test/b.txt
+            base = base.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
-        print(f'{skipped:,} other files are skipped: .txt and .jsonl (or .gz, .xz of them) are read')
+        print(f'other files are skipped: {skipped:,}; .txt and .jsonl (or .gz, .xz of them) are read')
     if 'train' not in {role for role, _ in found}:
         return [('train', path) for _, path in found]
     kept = [(role or 'train', path) for role, path in found if role != 'test']
@@ -144,8 +145,8 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
         if not spans['train']:
-            raise UserError('there is no text to train on: the input is empty, or one document that '
-                            'cannot be cut; see --split')
+            raise UserError('there is no text to train on: the input is empty, or one document, and '
+                            'validation needs one, too: give more files, or --split passage')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
         for kind, number in dict(chunks=byte_limit, sentences=token_limit, pauses=pauses).items():
@@ -231,7 +232,7 @@ def train_tokenizer(work, spans, vocab_size, jobs):
         counts.update(part)
     vocab = train_bpe(counts, vocab_size)
     if len(vocab) + 1 < vocab_size:
-        print(f'the corpus has no more than {len(vocab) + 1:,} entries for a vocabulary of {vocab_size:,}')
+        print(f'the text is too small for a vocabulary of {vocab_size:,}: it has {len(vocab) + 1:,} entries')
     return rank_tokenizer(ranks_blob(vocab))
 
 
@@ -241,12 +242,11 @@ cached_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # once per wo
 def encode_batch(folder, spans):
     """Some documents' ids as bytes, their words, their size."""
     tokenizer = cached_tokenizer(folder)
-    texts = list(read_spans(folder, spans))
-    ids = []
-    for text in texts:
+    ids, words = [], 0
+    for text in read_spans(folder, spans):
         ids += [np.array(part, dtype=np.uint16) for part in tokenizer.encode_parts(text)]
         ids.append(np.array(tokenizer.end, dtype=np.uint16))
-    words = sum(len(text.split()) for text in texts)
+        words += len(text.split())
     return np.concatenate(ids).tobytes(), words, sum(size for _, size in spans)
 
 
@@ -340,8 +340,7 @@ def read_arguments(argv):
     parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
     parser.add_argument('--out', default='data', help='where data sets go')
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument('--vocab_size', type=between(257, 65536),
-                        help='train a BPE of this size (default 16384)')
+    chosen.add_argument('--vocab_size', type=between(257, 65536), help='of a BPE to train (default 16384)')
     chosen.add_argument('--tokenizer', help='instead of training one: gpt2, bytes, '
                                             'a .tiktoken file, a tokenizer.json, or data/NAME')
     form = parser.add_mutually_exclusive_group()
@@ -354,7 +353,7 @@ def read_arguments(argv):
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='share of documents for validation, if no file is named val, valid or dev')
+                        help='share of documents for validation, at least one; unless a file is named val')
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
@@ -392,8 +391,9 @@ def main(argv=None):
     write_data_set(target, documents, tokenizer, args.val_fraction, args.seed, args.chunks,
                    args.sentences, args.pauses, overwrite=args.overwrite, source=source, settings=how)
     if cuts:
+        whole = ', --split file a whole file' if len(files) > 1 else ''
         print(f'text is cut {" and ".join(sorted(cuts))} into documents, which are shuffled; '
-              '--split passage keeps 16 KB in order, --split file a whole file')
+              f'--split passage keeps 16 KB in order{whole}')
 
 
 if __name__ == '__main__':

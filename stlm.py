@@ -82,7 +82,7 @@ class STLMConfig:
             raise ValueError("lora_rank and share_group need shared weights: set share='ffn' or share='all'")
         slots = self.byte_limit + 1
         if self.byte_limit and (self.block_size % slots or self.block_size < 2 * slots):
-            raise ValueError(f'block_size = {self.block_size} must be 2 or more chunks of {slots} slots')
+            raise ValueError(f'block_size must be a multiple of {slots} (byte_limit + 1), more than {slots}')
 
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------

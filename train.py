@@ -250,12 +250,12 @@ def main():
         if asked_to_stop():
             save()
             bar.close()
-            machine.say(f'stopped at step {it:,}; go on with the same command and --resume')
+            how = '--resume --overwrite=False' if s.overwrite else '--resume'
+            machine.say(f'stopped at step {it:,}; go on with the same command and {how}')
             machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
-        # one step
-        # progress, in steps; if epochs say when to end, in steps of the size that the run began with
+        # one step; if epochs say when to end, progress is in steps of the size that the run began with
         at = it if s.max_iters else data.seen / data.unit
         lr = learning_rate(at, s, planned)
         set_rate(optimizer, lr)

@@ -234,7 +234,7 @@ def check_start(ckpt, s, operate, corpus):
                         f"but {ckpt['folder']} holds one of {ckpt['model']}.py")
     if ckpt['model'] != s.model:
         raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, "
-                        f"but this run trains {s.model}.py: add --model={ckpt['model']}")
+                        f'but this run trains {s.model}.py: a run starts only from one of the same file')
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
     if s.overwrite and os.path.realpath(ckpt['folder']) == os.path.realpath(s.out_dir):

@@ -25,12 +25,12 @@ class UserError(Exception):
 
 # Settings that nanoGPT names differently (and lr, which it does not have), and what to write here.
 NANOGPT = dict(
-    lr='learning_rate', dataset='data', eval_iters='eval_tokens', lr_decay_iters='max_iters',
-    decay_lr='schedule (constant for False)', eval_only='max_iters=0', num_samples='num, of sample.py',
-    start='prompt, of sample.py', always_save_checkpoint='save_interval',
-    wandb_log='nothing: the log is log.jsonl in the run\'s folder',
-    wandb_project='nothing: the log is log.jsonl in the run\'s folder',
-    wandb_run_name='out_dir')
+    lr='learning_rate', dataset='data', eval_iters='eval_tokens, which counts tokens',
+    lr_decay_iters='max_iters', decay_lr='schedule (constant for False)',
+    eval_only='not needed: every run logs its val loss', num_samples='--num of sample.py',
+    start='--prompt of sample.py', always_save_checkpoint='save_interval', wandb_run_name='out_dir',
+    wandb_log='not needed: the log is log.jsonl in the run\'s folder',
+    wandb_project='not needed: the log is log.jsonl in the run\'s folder')
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -57,9 +57,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         for arg in message.split():
-            known = NANOGPT.get(arg.lstrip('-').partition('=')[0])
-            if known and arg.startswith('--'):
-                message += f'; here it is {known}'
+            name = arg.partition('=')[0]
+            if name.startswith('--') and name[2:] in NANOGPT:
+                message += f'; here {name} is {NANOGPT[name[2:]]}'
         raise UserError(f'{message}; see --help')
 
 
@@ -232,4 +232,5 @@ def read_lines(path):
         place = f'line {number}, byte {offset + error.start}'
         raise UserError(f'{path}: {place} is not UTF-8; convert the file first') from None
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        raise UserError(f'{path}: broken or unreadable ({error}); get the file again') from None
+        why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); get the file again'
+        raise UserError(f'{path}: {why}') from None

@@ -1,6 +1,4 @@
-"""
-torch.compile, layer by layer. A model starts in seconds, since layers of a kind are compiled once.
-"""
+"""torch.compile, layer by layer. Layers of a kind are compiled once: a model starts in seconds."""
 
 import contextlib
 import copy
@@ -25,8 +23,7 @@ def compile_model(model, whole=False):
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
     As a whole it compiles for longer, and a step is up to 5% faster (docs/speed.md).
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
-    complex_rope = 'Torchinductor does not support code generation for complex'
-    warnings.filterwarnings('ignore', complex_rope)
+    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
     from torch._functorch import config as functorch     # torch imports it late
     functorch.autograd_cache_allow_custom_autograd_functions = True
     options = dict.fromkeys(OFF & {*torch._inductor.list_options()}, False)

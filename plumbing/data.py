@@ -127,8 +127,9 @@ class Data:
         self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step
         if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
             holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
-            raise UserError(f'{corpus.folder} holds {holds}, but the model reads {reads}: '
-                            f'set byte_limit={self.slots - 1}')
+            how = 'set' if slots > 1 else 'prepare it without --chunks or --sentences, or train stlm with'
+            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: '
+                            f'{how} byte_limit={self.slots - 1}')
         if seq_len % self.slots or self.stride % self.slots:
             raise UserError(f'seq_len and stride must be multiples of {self.slots}, '
                             'the slots of a chunk of the data')

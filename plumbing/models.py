@@ -31,7 +31,8 @@ def import_model(name):
     if name in files:
         raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
     close = difflib.get_close_matches(name, names, 1)
-    hint = f'did you mean {close[0]}?' if close else f"there are: {', '.join(names)}"
+    top = ', '.join(each for each in names if '.' not in each)
+    hint = f'did you mean {close[0]}?' if close else f'there are: {top}, and those in arena/'
     raise UserError(f'there is no model file {name}.py; {hint}')
 
 

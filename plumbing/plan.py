@@ -34,9 +34,9 @@ def check_vocabulary(model_keys, corpus):
     vocab = corpus.tokenizer.n_vocab
     size = model_keys.setdefault('vocab_size', vocab)
     if size < vocab or corpus.slots > 1 and size != vocab:  # byte symbols are counted from the end
-        hint = ''
-        if model_keys.get('byte_limit') and corpus.slots == 1:
-            hint = '; a byte-level model reads what prepare.py --chunks writes (or --sentences)'
+        hint, limit = '', model_keys.get('byte_limit')
+        if limit and corpus.slots == 1:
+            hint = f'; this model reads what prepare.py --chunks {limit} (or --sentences) writes'
         raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
                         f'has {vocab} entries{hint}')
 
@@ -77,21 +77,21 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
     if data.slots > 1:                                   # of chunks of bytes, or sentences
         chunks, tokens = 'windows', 'slots'
     processes = 'process' if machine.world == 1 else 'processes'
-    per_step = data.rows * data.T
     machine.say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} '
                 f'x {s.gradient_accumulation_steps} accumulated '
-                f'x {machine.world} {processes} = {per_step:,} {tokens}')
-    epochs = steps * data.unit / len(data.starts)
-    machine.say(f'plan      {steps:,} steps, {short(steps * data.unit * data.T)} {tokens}, '
-                f'{epochs:.2f} epochs of {len(data.starts):,} {chunks}')
+                f'x {machine.world} {processes} = {data.rows * data.T:,} {tokens}')
+    it = ckpt['iter'] if ckpt else 0
+    left = max(0, max_iters - it if max_iters else (steps * data.unit - data.seen) // data.rows)
+    read = data.seen + left * data.rows                  # chunks, at the end
+    machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {tokens}, '
+                f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if not ckpt:
         return
     if ckpt['rows'] != data.rows:
         machine.say(f"resume    a step reads {data.rows} {chunks} now, {ckpt['rows']} before; "
                     'the data goes on where it stopped')
-    left = ': nothing is left to train' if 0 < max_iters <= ckpt['iter'] else ''
-    machine.say(f"resume    from step {ckpt['iter']:,}{left}")
+    machine.say(f'resume    from step {it:,}' + ('' if left else ': nothing is left to train'))
 
 
 def describe(model, s, data, machine, steps):
@@ -158,8 +158,7 @@ def show_sample(model, s, corpus, machine):
     if routed:
         hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the path each token took'}
         hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
-    math = ('math', 'pauses', 'thoughts')
-    if all(any(word in name for word in math) for name in corpus.scored):
+    if all(any(word in name for word in ('math', 'pauses', 'thoughts')) for name in corpus.scored):
         hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
     elif all(name in TOYS for name in corpus.scored):
         hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'

@@ -145,7 +145,7 @@ def check_ranges(s):
     if s.stream and (s.stride or s.epoch_words):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:
-        raise UserError('resume goes on with a run, overwrite starts it anew: choose one')
+        raise UserError('resume goes on with a run, overwrite starts it anew: set one to False')
     if s.compile and (s.shard or s.checkpoint_activations):
         raise UserError('shard and checkpoint_activations do not go with compile: remove it')
     if s.shard and s.optimizer == 'muon':
@@ -326,7 +326,8 @@ def sort_keys(values, *owners):
         except TypeError:
             kind = kinds[mine][key]
             name = kind if typing.get_args(kind) else kind.__name__
-            raise UserError(f'{key} = {value!r} is not of type {name}') from None
+            hint = '; write True or False' if 'bool' in str(kind) else ''
+            raise UserError(f'{key} = {value!r} is not of type {name}{hint}') from None
     return given
 
 

@@ -206,7 +206,7 @@ def test_jsonl(tmp_path):
     lines = [json.dumps(r, ensure_ascii=False) for r in rows]
     path.write_text('\n\n'.join(lines) + '\r\n', encoding='utf-8')
     assert read(path) == ['a\u2028b\x85c', 'é🙂']
-    assert read(path, 'auto', 'more,text') == ['x\na\u2028b\x85c', 'y\né🙂']
+    assert read(path, 'auto', 'more, text') == ['x\na\u2028b\x85c', 'y\né🙂']
 
 
 def test_compressed_and_folders(tmp_path, capsys):
@@ -219,7 +219,7 @@ def test_compressed_and_folders(tmp_path, capsys):
     (folder / 'image.png').write_bytes(b'\xff')
     (folder / 'sub' / 'more.md').write_text('x')
     found = find_files([folder])
-    assert capsys.readouterr().out.startswith('2 other files are skipped')
+    assert capsys.readouterr().out.startswith('other files are skipped: 2;')
     assert {role for role, _ in found} == {'train'}
     assert [text for _, path in found for text in read(path)] == ['plain', 'zipped', 'squeezed', 'deep']
     assert find_files([folder / 'sub' / 'more.md']) == [('train', folder / 'sub' / 'more.md')]
@@ -247,6 +247,19 @@ def test_val_files(tmp_path, capsys, names, expected):
     assert sorted(role for role, _ in find_files([tmp_path])) == sorted(expected)
     said = 'files named test are left out: 1\n' if len(expected) < len(names) else ''
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize('names, expected', [
+    (['train/a.txt', 'test/b.txt'], ['train']),
+    (['train/a.txt', 'dev/b.txt', 'c.txt'], ['train', 'val', 'train']),
+    (['test_1/a_train.txt', 'test_1/b.txt'], ['train', 'train']),   # a folder of all says nothing
+    (['test/b.txt'], ['train'])])
+def test_val_files_one_by_one(tmp_path, monkeypatch, names, expected):
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('x')
+    assert [role for role, _ in find_files(names)] == expected
 
 
 def test_wiki(tmp_path):
@@ -311,8 +324,9 @@ def test_text_command(prepare, tmp_path):
     (tmp_path / 'val.txt').write_text('\n\n'.join(docs[200:]))
     files = ['--input', 'train.txt', 'val.txt']
     done = prepare('text', '--name', 'mine', *files, '--vocab_size', 5000, here=False)
-    assert not done.stderr and 'no more than' in done.stdout
+    assert not done.stderr and 'the text is too small for a vocabulary of 5,000' in done.stdout
     assert done.stdout.count('text is cut at blank lines into documents, which are shuffled; --split') == 1
+    assert '--split file a whole file' in done.stdout
     mine = tmp_path / 'data' / 'mine'
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000
@@ -325,7 +339,8 @@ def test_text_command(prepare, tmp_path):
     assert load_tokenizer(tmp_path / 'data/again').hash == load_tokenizer(mine).hash
     limits = [load_tokenizer(tmp_path / 'data' / name).extra for name in ('chunks', 'sentences')]
     assert limits[0]['byte_limit'] == 5 and limits[1]['token_limit'] == 32
-    prepare('text', '--name', 'mine', '--input', 'val.txt', '--tokenizer', 'bytes', '--overwrite')
+    one = ['--input', 'val.txt', '--tokenizer', 'bytes', '--overwrite']
+    assert '--split file' not in prepare('text', '--name', 'mine', *one).stdout
     assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
     names = ['again', 'bytes', 'chunks', 'mine', 'pauses', 'sentences']
     assert sorted(os.listdir(tmp_path / 'data')) == names
@@ -392,6 +407,8 @@ ERRORS = [  # files, arguments, what the line must say
      'a.jsonl:2: .*text.*other.*--field'),
     ({'a.jsonl': b'{"text": "x"}\n{"text": \n'}, ['--input', 'a.jsonl'], 'a.jsonl:2: .*JSON'),
     ({'a.jsonl': b'{"text": 5}\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
+    ({'a.jsonl': b'{"id": 5, "a": "x"}\n'}, ['--input', 'a.jsonl', '--field', 'a, id'],
+     "no text in 'id' .the row has: id, a"),
     ({'a.jsonl': b'["x"]\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
     ({'a.jsonl': b'{"text": "\\ud800"}\n'}, ['--input', 'a.jsonl'], 'a.jsonl:1: '),
     ({'a.jsonl': b'[' * 100000}, ['--input', 'a.jsonl'], 'a.jsonl:1: .*nested'),
@@ -402,7 +419,7 @@ ERRORS = [  # files, arguments, what the line must say
     ({'a.txt.gz': CUT_GZ}, ['--input', 'a.txt.gz'], 'a.txt.gz.*broken'),
     ({'a.txt.gz': b'hello'}, ['--input', 'a.txt.gz'], 'a.txt.gz.*broken'),
     ({'a.txt.xz': CUT_XZ}, ['--input', 'a.txt.xz'], 'a.txt.xz.*broken'),
-    ({'a.txt': b'one document'}, ['--input', 'a.txt'], 'one document.*cannot be cut.*--split'),
+    ({'a.txt': b'one document'}, ['--input', 'a.txt'], 'one document.*validation.*more files'),
     (AB, ['--input', 'a.txt', '--vocab_size', '70000'], '65,536'),
     (AB, ['--input', 'a.txt', '--vocab_size', '100'], '257'),
     (AB, ['--input', 'a.txt', '--vocab_size', '300', '--tokenizer', 'bytes'], 'not allowed with'),

@@ -767,3 +767,5 @@ def test_config_errors(wrong):
     STLMConfig(**{**SMALL, **BYTES})
     with pytest.raises(ValueError):
         STLMConfig(**{**SMALL, **wrong})
+    with pytest.raises(ValueError, match='must be a multiple of 13 .byte_limit . 1., more than 13'):
+        STLMConfig(**{**SMALL, **BYTES, 'byte_limit': 12})

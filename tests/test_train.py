@@ -416,10 +416,10 @@ def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch):
         return step(*given)
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', interrupted)
-        told = tiny(*args, keys=ENDLESS, code=128 + signal.SIGTERM).stdout
-    assert 'stopped at step 3; go on with the same command and --resume' in told
+        told = tiny('--overwrite', *args, keys=ENDLESS, code=128 + signal.SIGTERM).stdout
+    assert 'stopped at step 3; go on with the same command and --resume --overwrite=False' in told
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
-    tiny('--resume', *args, keys=ENDLESS)
+    tiny('--overwrite', *args, '--resume', '--overwrite=False', keys=ENDLESS)
     assert losses(tmp_path / 'run') == losses(tmp_path / 'calm')
     assert same(weights(tmp_path / 'run'), weights(tmp_path / 'calm'))
 
@@ -447,6 +447,8 @@ def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
     tiny(*plan, '--max_iters=23')
     told = tiny(*plan, '--resume', '--batch_size=5').stdout
     assert 'resume    a step reads 5 chunks now, 2 before; the data goes on where it stopped' in told
+    tokens = 32 * 101                                    # 23 steps of 2 chunks, 11 of 5
+    assert f'plan      34 steps, {tokens / 1000:g}K tokens' in told
     tiny(*plan, '--resume', '--batch_size=4')            # 3 chunks are left: no step
     log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
     assert [r['iter'] for r in log] == list(range(1, 35))
@@ -713,7 +715,7 @@ def one_line(done):
     (['--n_embd=8.5'], ['n_embd', 'int']),
     (['--dropout=True'], ['dropout', 'float']),
     (['--data=nothing'], ['nothing', 'python prepare.py']),
-    (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'the model reads tokens']),
+    (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'moep reads tokens: prepare it without']),
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
     (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, rising, triangle, triangles']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),

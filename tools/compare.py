@@ -59,8 +59,7 @@ def flatten(line):
 
 
 def read_log(log):
-    """-> the log's records, each with its place on every axis, and how many lines are damaged.
-    The last line of a run that goes on may be half there: that is not damage."""
+    """-> the log's records, each with its place on every axis, and how many lines are damaged."""
     records, damaged = [], 0
     tokens, per_step, active, before = math.nan, math.nan, math.nan, 0
     with open(log, 'rb') as file:
@@ -68,7 +67,7 @@ def read_log(log):
             try:
                 record = flatten(parse_json(line))
             except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-                damaged += line.endswith(b'\n')
+                damaged += line.endswith(b'\n')          # while a run trains, the last is half there
                 continue
             tokens += per_step * (record['iter'] - before)
             before = record['iter']
@@ -239,6 +238,7 @@ def main():
         print_table(rows)
         if args.html:
             write_page(args.html, runs, rows, args.watch)
+            print(f'{args.html}: open it in a browser')
         if args.png:
             draw(args.png, runs)
         if not args.watch:

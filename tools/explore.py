@@ -7,9 +7,8 @@ Where do tokens go, and does a choice mean something? One page to look at in a b
     python -m tools.explore out/moep --text notes.txt --tokens 20000 --out routes.html
 
 The page needs no network. It shows a text as tokens, coloured by their choice in a layer; the gates
-and the loss of each; the tokens that a choice serves most; and how much the class of a token, such
-as punctuation or digits, says about its choice, beside what chance alone would give. If you give no text,
-it shows the run's validation set; the statistics are of that set wherever it is still there.
+and the loss of each; the tokens that a choice serves most; and what the class of a token says about
+its choice, beside chance. Statistics are of the validation set, which it shows if you give no text.
 """
 
 import json
@@ -230,7 +229,8 @@ def main():
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:
-        print(f"{run['name']}: {len(run['loss']):,} tokens")
+        below = '; the statistics are of the validation set' if run['studied'] and run['layers'] else ''
+        print(f"{run['name']}: {len(run['loss']):,} tokens{below}")
         for layer in run['layers']:
             load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
             bits, chance = layer['by_class']

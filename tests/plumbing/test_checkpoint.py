@@ -11,8 +11,8 @@ import torch
 import lora
 import moep
 from plumbing import checkpoint
-from plumbing.checkpoint import (build_model, data_folder, freeze, load_checkpoint, read_checkpoint,
-                                 run_tokenizer)
+from plumbing.checkpoint import (build_model, check_start, data_folder, freeze, load_checkpoint,
+                                 read_checkpoint, run_tokenizer)
 from plumbing.cli import UserError
 from plumbing.folder import save_file
 from plumbing.settings import Settings
@@ -54,6 +54,12 @@ def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
     save_file(state(), tmp_path / 'out/moep/ckpt_1M.pt')
     with pytest.raises(UserError, match='; there are ckpt_1M.pt'):
         read_checkpoint('out/moep')
+
+
+def test_a_run_starts_from_one_of_its_own_model():
+    told = 'holds a model of moep.py, but this run trains mine.py: a run starts only from one of the same'
+    with pytest.raises(UserError, match=told):
+        check_start(state(folder='out/a'), Settings(model='mine'), None, None)
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):

@@ -250,10 +250,10 @@ def test_a_surgery_sees_training_text():
 def test_the_model_reads_what_the_data_holds():
     c = corpus(dict(a=np.tile([1, 2, 256, 258], 100)))
     c.slots = 4
-    with pytest.raises(UserError, match='data/a holds chunks of 4 slots, but the model reads tokens'):
+    with pytest.raises(UserError, match='data/a holds chunks of 4 slots, but moep reads tokens: prepare'):
         Data(Settings(), c, 8, machine(), slots=1)
     c.slots = 1
-    with pytest.raises(UserError, match='data/a holds tokens, but the model reads chunks of 9 slots'):
+    with pytest.raises(UserError, match='data/a holds tokens, but moep reads chunks of 9 slots: set'):
         Data(Settings(), c, 8, machine(), slots=9)
     Data(Settings(), c, 8, machine(), slots=1)
 

@@ -37,7 +37,7 @@ def test_a_vocabulary_is_the_tokenizers_or_larger():
     assert check({}) == 100 and check(dict(vocab_size=128)) == 128
     with pytest.raises(UserError, match='vocab_size is 64, but the tokenizer of data/a has 100 entries$'):
         check(dict(vocab_size=64))
-    with pytest.raises(UserError, match='a byte-level model reads what prepare.py --chunks writes'):
+    with pytest.raises(UserError, match='this model reads what prepare.py --chunks 12'):
         check(dict(vocab_size=64, byte_limit=12))
     with pytest.raises(UserError, match='vocab_size is 260'):        # symbols are counted from the end
         check(dict(vocab_size=260), 259, slots=13)

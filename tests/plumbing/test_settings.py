@@ -112,8 +112,9 @@ class Config:
     assert type(fitted['widths'][0]) is int and sort_keys(dict(most=None), owner) == [dict(most=None)]
     for wrong in (dict(widths=[1.5]), dict(widths=3), dict(most='x'), dict(rates={'x': 'y'}),
                   dict(kind='c'), dict(on=1), dict(most=True)):
-        with pytest.raises(UserError, match='is not of type'):
+        with pytest.raises(UserError, match='is not of type') as error:
             sort_keys(wrong, owner)
+        assert str(error.value).endswith('; write True or False') == ('on' in wrong)
 
 
 @pytest.mark.parametrize('value', ['float("nan")', '1e999', '-1e999', '1e13', '10**13', '[1e999]'])
@@ -129,15 +130,19 @@ def test_numbers_are_finite(value):
 @pytest.mark.parametrize('args, hint', [
     (['--lr=3'], "unknown key 'lr'; here it is learning_rate"),
     (['--wandb_log=True'], 'the log is log.jsonl'),
-    (['--eval_iters=3'], 'here it is eval_tokens'),
-    (['--num_samples=3'], 'here it is num, of sample.py'),
-    (['--start=x'], 'here it is prompt, of sample.py'),
+    (['--eval_iters=3'], 'here it is eval_tokens, which counts tokens'),
+    (['--eval_only'], 'here it is not needed: every run logs its val loss'),
+    (['--num_samples=3'], 'here it is --num of sample.py'),
+    (['--start=x'], 'here it is --prompt of sample.py'),
     (['--batch_size', '8'], 'write --batch_size=8, without a space'),
     (['--out_dir', 'config'], 'write --out_dir=config, without a space')])
 def test_what_nanogpt_users_write(args, hint, run):
     assert hint in run('train.py', *args, code=2).stderr
-    if args[0] in ('--num_samples=3', '--start=x'):
-        assert hint.removeprefix('here it is ') in run('sample.py', 'out/x', *args, code=2).stderr
+
+
+def test_what_nanogpt_users_write_to_sample(run):
+    told = run('sample.py', 'out/x', '--start=x', '--num_samples=3', code=2).stderr
+    assert '; here --start is --prompt of sample.py; here --num_samples is --num of sample.py' in told
 
 
 def test_a_config_that_is_no_text(tmp_path):
@@ -168,7 +173,7 @@ def test_values_out_of_range(wrong):
     (['--memory=16'], 'memory needs contiguous text: set stream=True'),
     (['--stream', '--stride=8'], 'a stream has no stride and no epoch_words'),
     (['--stream', '--epoch_words=100.0'], 'a stream has no stride and no epoch_words'),
-    (['--resume', '--overwrite'], 'choose one')])
+    (['--resume', '--overwrite'], 'set one to False')])
 def test_settings_that_exclude_each_other(wrong, message):
     with pytest.raises(UserError, match=message):
         read_settings(wrong)

@@ -56,6 +56,7 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
               step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25), evaluation(3, 2.0, routes))
     write_log(tmp_path / 'b', start(seed=2), step(1))
     text = run('tools.compare', 'a', 'b', '--html=page.html', cwd=tmp_path, here=True).stdout
+    assert text.endswith('page.html: open it in a browser\n')
     table = cells(text)
     assert table['parameters'] == ['2,000', '2,000'] and table['active per token'] == ['1,500', '1,500']
     assert table['steps'] == ['3 of 100', '1 of 100'] and table['tokens'] == ['192', '64']
