@@ -64,7 +64,7 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
-    dropout: float = 0.0           # on embeddings, and on what pools add; for little text (docs/arena.md)
+    dropout: float = 0.0           # on embeddings and what pools add; helps with little text (docs/arena.md)
     query_block: int = 128         # tokens whose attention weights are in memory at one time
     sparse: bool = True            # False: compute every module for every token, to compare
 
@@ -172,7 +172,7 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only chosen modules
+        rows = Dispatch(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only the chosen compute
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
@@ -389,7 +389,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
     frequency, divided by the largest of its pool (`max`) or by their sum (`sum`), is below the
     threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`,
-    a list of (idx, targets), are counted. The softmax has fewer modules then, so gates rise."""
+    a list of (idx, targets), are counted. Gates rise: the softmax has fewer modules. Nothing is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):

@@ -6,7 +6,7 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
   tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk into
   one vector, the core is causal over chunks, and a small decoder spells the next chunk:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
-- Shared weights (section 5.1). All layers, or each `share_group` layers in a row, use one FFN
+- Shared weights (section 5.1). All layers, or each group of `share_group` layers, use one FFN
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
   gives each layer its own low-rank adapters. This saves parameters, not computation.
 
@@ -17,8 +17,8 @@ Pauses and next thoughts (section 5.4) only change the data: in the latter a chu
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
-chunks; end-of-text is a chunk by itself. Padding is never a target (plumbing/data.py makes it -1).
-Impossible symbols get probability 0, so all chunks sum to 1. A loss of inf: text in another layout.
+chunks; end-of-text is a chunk by itself. End-of-chunk is a target, padding never (data.py makes it -1).
+Impossible symbols get probability 0, so all chunks sum to 1. (As targets they give a loss of inf.)
 
 Departures from the paper, and gaps it leaves:
 - The paper decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are

@@ -217,8 +217,8 @@ class Strong(nn.Module):
 
     def init_weights(self):
         """Maps that add to the residual stream are 0: at first a block returns what it was given.
-        The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small. At
-        first a token predicts itself, with a logit of 0.02 * n_embd: in a small vocabulary that costs."""
+        The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small.
+        So at first a token predicts itself, with a logit of 0.02 * n_embd: the loss is above ln V."""
         for name, p in self.named_parameters():
             if '.proj' in name or '.down' in name:
                 nn.init.zeros_(p)
