@@ -165,10 +165,12 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
         (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', encoding='utf-8')
         os.remove(work / 'spool')
     for split, n in meta['splits'].items():
-        print(f'{target}/{split}.bin: {n["tokens"]:,} tokens, {n["documents"]:,} documents, '
-              f'{n["words"]:,} words')
+        unit = 'tokens' if len(tokenizer.end) == 1 else 'slots'
+        named = {unit: n['tokens'], 'documents': n['documents'], 'words': n['words']}
+        counts = [f'{size:,} {name}' if size != 1 else f'1 {name[:-1]}' for name, size in named.items()]
+        print(f'{target}/{split}.bin: {", ".join(counts)}')
         if split == 'val' and n['tokens'] < 1000:
-            print(f'note: a loss on {n["tokens"]:,} tokens says little; set aside more with --val_fraction')
+            print(f'note: a loss on {counts[0]} says little; set aside more with --val_fraction')
 
 
 def spool(documents, path):
@@ -273,15 +275,16 @@ def make_missing_toys(names, root='data'):
 
 def make_toy(root='data', overwrite=False):
     """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
-    task (toy_glue). Three of them are the texts of another in a new form. -> what was missing"""
+    task (toy_glue). Three of them are the texts of another in a new form."""
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     if not missing:
-        return []
+        print(f'{root} holds all toy corpora already; --overwrite makes them anew')
+        return
+    print('toy corpora: made-up text, from the grammars in plumbing/toy.py')
     plan = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
-    texts = {}
+    texts = {name: [] for name in plan}
     for name, (write, size) in plan.items():
         dice = Dice(name)
-        texts[name] = []
         while size > 0:
             texts[name].append(write(dice))
             size -= len(texts[name][-1])
@@ -307,7 +310,6 @@ def make_toy(root='data', overwrite=False):
         except UserError:
             if not target.is_dir():     # else another process made it meanwhile
                 raise
-    return missing
 
 
 def write_jsonl(target, files, overwrite):
@@ -371,9 +373,7 @@ def read_arguments(argv):
 def main(argv=None):
     args = read_arguments(argv)
     if args.what == 'toy':
-        if not make_toy(args.out, args.overwrite):
-            print(f'{args.out} holds all toy corpora already; --overwrite makes them anew')
-        return
+        return make_toy(args.out, args.overwrite)
     target = Path(args.out) / args.name
     inputs = args.input or fetch_named(args.what, Path(args.out) / 'raw')
     if args.what == 'blimp':

@@ -71,6 +71,16 @@ def test_write_and_load(tmp_path, capsys):
     assert meta['tokenizer']['vocab_size'] == size == meta['tokenizer']['eot'] + 1
 
 
+def test_what_is_printed_counts_what_is_there(tmp_path, capsys):
+    tokenizer = choose_tokenizer('bytes')
+    write_data_set(tmp_path / 'd', [('train', 'a b'), ('train', 'c'), ('val', 'd')], tokenizer)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f'{tmp_path}/d/train.bin: 7 tokens, 2 documents, 3 words',
+        f'{tmp_path}/d/val.bin: 3 tokens, 1 document, 1 word']
+    write_data_set(tmp_path / 'c', [('train', 'a b'), ('val', 'd')], tokenizer, byte_limit=3)
+    assert 'c/val.bin: 12 slots, 1 document' in capsys.readouterr().out  # three chunks
+
+
 def test_the_tokenizer_has_not_seen_the_validation_text(tmp_path):
     write_data_set(tmp_path / 'd', [('train', 'the red cat ' * 9), ('val', 'zq ' * 99)], 300)
     tokens = load_tokenizer(tmp_path / 'd').token_bytes

@@ -57,6 +57,14 @@ def test_missing_toys_are_made(tmp_path, monkeypatch):
     assert made == [tmp_path]
 
 
+def test_toy_text_is_called_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, 'TOYS', ['toy_glue'])
+    prepare.main(['toy', f'--out={tmp_path}'])
+    assert 'toy corpora: made-up text' in capsys.readouterr().out
+    prepare.main(['toy', f'--out={tmp_path}'])
+    assert 'holds all toy corpora already' in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_toy_at_once_and_after_a_kill(tmp_path, data_dir):
     names = ['toy_stories', 'toy_lingo', 'toy_blimp']    # all would take longer
