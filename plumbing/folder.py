@@ -27,8 +27,6 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
     if ckpt['model'] != s.model:
         raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, "
                         f'but this config trains {s.model}.py')
-    if ckpt['tokenizer'] != corpus.hash:
-        raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
     if 'optimizer' not in ckpt:
         raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
                         'start a new run from it with --init_from')
@@ -37,7 +35,8 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
         if has != value and not s.surgery:               # a surgery may have changed it
             raise UserError(f'{s.out_dir} was trained with {key} = {has!r}, not {value!r}: '
                             'resume with the same model, or set another --out_dir')
-    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed'}  # data order
+    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed',
+             'init_from', 'surgery', 'surgery_args', 'optimizer'}    # the data's order, and the start
     if s.stream:
         fixed.add('batch_size')
     old = ckpt['settings']
@@ -46,12 +45,11 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
         if before == value or key in ('resume', 'overwrite'):
             continue
         if key in fixed:
-            raise UserError(f'{s.out_dir} reads its data with {key} = {before!r}, not {value!r}: '
+            raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: '
                             'resume with the same, or start a new run from it with --init_from')
-        if key in ('init_from', 'surgery', 'surgery_args', 'optimizer'):
-            raise UserError(f'{s.out_dir} started with {key} = {before!r}, not {value!r}: '
-                            'resume with the same')
         machine.say(f'resume    {key} was {before!r}, is now {value!r}')
+    if ckpt['tokenizer'] != corpus.hash:
+        raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
     processes = len(ckpt['ranks'])
     if processes != machine.world:
         machine.say(f'resume    there were {processes} processes, there are now {machine.world}')
@@ -86,7 +84,7 @@ class RunFolder:
             self.machine.fail(f'the processes do not find the same checkpoint in {self.path}: it must be '
                               'on a disk that all machines see')
         if s.resume and not ckpt:
-            self.machine.say(f'resume    {self.path} holds no checkpoint: from the beginning')
+            self.machine.say(f'resume    nothing to resume in {self.path}: a new run begins')
         return ckpt
 
     def open(self, corpus, ckpt):

@@ -491,7 +491,7 @@ def test_finished_runs_are_not_lost(tiny, tmp_path):
     # what would be another data order
     for other in ('seed=1', 'stride=8', 'seq_len=16', 'data=toy_math', 'epoch_words=100.0', 'stream'):
         told = tiny('--max_iters=5', '--resume', f'--{other}', code=2).stderr
-        assert 'reads its data with ' + other.split('=')[0] in told
+        assert 'was trained with ' + other.split('=')[0] in told
     done = tiny('--max_iters=5', '--resume', '--weight_decay=0.5')
     assert 'max_iters was 3, is now 5' in done.stdout
     optimizer = torch.load(out / 'ckpt.pt', weights_only=True)['optimizer']
@@ -636,7 +636,7 @@ def test_init_from_and_surgery(tiny, start, tmp_path):
     base = tmp_path / 'base'
     tiny('--max_iters=4', out='base')
     told = tiny('--max_iters=4', '--seed=1', '--resume', out='other').stdout
-    assert 'other holds no checkpoint: from the beginning' in told
+    assert 'other: a new run begins' in told
     widen = [f'--init_from={base}', '--surgery=my_surgery.widen']
     # a surgery with calibration batches and a report, stopped before training, then resumed into training
     done = start(*widen, '--max_iters=0', '--surgery_batches=3')

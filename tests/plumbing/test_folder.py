@@ -44,15 +44,20 @@ def test_what_may_be_resumed(machine, said):
     resume(same, learning_rate=0.5)
     assert said == ['resume    learning_rate was 0.001, is now 0.5']
     for changes, message in [
-            (dict(seed=7), 'reads its data with seed = 42, not 7'),
-            (dict(memory=16), 'reads its data with memory = 0, not 16'),
-            (dict(surgery='widen'), "started with surgery = None, not 'widen'"),
-            (dict(surgery_args=dict(n=3)), "started with surgery_args = {}, not {'n': 3}"),
-            (dict(init_from='out/y'), "started with init_from = None, not 'out/y'"),
+            (dict(seed=7), 'was trained with seed = 42, not 7'),
+            (dict(memory=16), 'was trained with memory = 0, not 16'),
+            (dict(surgery='widen'), "was trained with surgery = None, not 'widen'"),
+            (dict(surgery_args=dict(n=3)), "was trained with surgery_args = {}, not {'n': 3}"),
+            (dict(init_from='out/y'), "was trained with init_from = None, not 'out/y'"),
             (dict(model='stlm'), 'holds a model of moep.py, but this config trains stlm.py'),
             (dict(keys=dict(n_embd=16)), 'was trained with n_embd = 8, not 16')]:
         with pytest.raises(UserError, match=message):
             resume(same, **changes)
+    corpus.hash = 'another'             # so has the data set that is the default
+    with pytest.raises(UserError, match="was trained with data = 'toy_stories', not 'toy_math'"):
+        resume(same, data='toy_math')
+    with pytest.raises(UserError, match='another tokenizer'):
+        resume(same)
     weights_only = {key: value for key, value in same.items() if key != 'optimizer'}
     with pytest.raises(UserError, match='holds weights only; start a new run from it with --init_from'):
         resume(weights_only)
@@ -67,7 +72,7 @@ def test_streams_need_as_many_processes_and_rows(machine, said):
     check_resume(two, dataclasses.replace(s, gradient_accumulation_steps=2), {}, corpus, machine)
     said.clear()
     one = state(settings=dataclasses.asdict(s))
-    with pytest.raises(UserError, match='reads its data with batch_size = 16, not 4'):
+    with pytest.raises(UserError, match='was trained with batch_size = 16, not 4'):
         check_resume(one, dataclasses.replace(s, batch_size=4), {}, corpus, machine)
     shuffled = state(settings=dataclasses.asdict(Settings(out_dir='out/x')), ranks=[{}, {}])
     check_resume(shuffled, Settings(out_dir='out/x'), {}, corpus, machine)
@@ -84,7 +89,7 @@ def test_no_run_is_overwritten_silently(tmp_path, machine, said):
     assert find(overwrite=True) is None and find(max_iters=0) is None and said == []
     assert find(resume=True)['iter'] == 3
     (tmp_path / 'ckpt.pt').rename(tmp_path / 'ckpt_1M.pt')
-    assert find(resume=True) is None and 'holds no checkpoint: from the beginning' in said[0]
+    assert find(resume=True) is None and 'nothing to resume in' in said[0]
 
 
 # ---- Writing ------------------------------------------------------------------------------------
