@@ -25,7 +25,8 @@ def only_counted(module, model_keys, s, machine, reason=None):
         return False
     show_size(model, s, machine)
     too_large = 'plan      a model of this size is counted, not built'
-    machine.say(f'data      {reason}' if reason else too_large)
+    assumed = f'data      a vocabulary of {model.config.vocab_size:,} is assumed: {reason}'
+    machine.say(assumed if reason else too_large)
     return True
 
 
@@ -128,6 +129,8 @@ def check_model(model, s, data, machine):
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
         raise UserError('dropout_schedule needs a model that has set_dropout, '
                         'and a dropout of more than 0')
+    if s.optimizer == 'adamw' and s.muon_rate != type(s).muon_rate:
+        machine.say('note      muon_rate is not used: the optimizer is adamw')
     for name, value in aux.items():
         if not (isinstance(value, torch.Tensor) and value.dim() == 0):
             raise UserError(f"{s.model}.py: the auxiliary value '{name}' "

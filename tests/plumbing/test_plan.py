@@ -29,6 +29,14 @@ def test_a_check_leaves_no_trace_in_the_model():
     assert model.seen == 0 and model.table.tolist() == [1, 1]
 
 
+def test_a_rate_that_nothing_uses_is_told(capsys):
+    model = torch.nn.Module()
+    model.forward = lambda idx, targets: (None, None, {})
+    for given in (dict(), dict(muon_rate=3.0), dict(optimizer='muon', muon_rate=3.0)):
+        check_model(model, Settings(**given), SimpleNamespace(T=8), Machine('cpu'))
+    assert capsys.readouterr().out == 'note      muon_rate is not used: the optimizer is adamw\n'
+
+
 def test_a_vocabulary_is_the_tokenizers_or_larger():
     def check(keys, n_vocab=100, slots=1):
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
@@ -69,5 +77,5 @@ def test_a_model_too_large_to_build_is_counted(capsys):
     small = dict(vocab_size=100, n_layer=1, n_embd=16, n_ffd=2, d_ffd=16)
     assert not only_counted(moduleformer, small, s, Machine('cpu'))
     assert only_counted(moduleformer, small, s, Machine('cpu'), reason='no data here')
-    assert 'data      no data here' in capsys.readouterr().out
+    assert 'data      a vocabulary of 100 is assumed: no data here' in capsys.readouterr().out
     assert not only_counted(moduleformer, keys, Settings(model='moduleformer', max_iters=5), Machine('cpu'))
