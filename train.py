@@ -282,9 +282,9 @@ def main():
             tokens, clock = 0, time.perf_counter()
             folder.log(it, **values, **scheduled, grad_norm=norm.item(), tokens_per_s=round(rate),
                        epoch=data.epoch, chunks=data.seen, words=round(data.words))
-            bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} tokens/s")
+            bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} {data.noun}/s")
             if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
-                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} tokens/s")
+                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} {data.noun}/s")
         while pending and data.words >= pending[0]:
             save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
         bar.update()

@@ -122,6 +122,7 @@ class Data:
         self.s = s
         self.T = seq_len
         self.slots = corpus.slots
+        self.noun = 'tokens' if self.slots == 1 else 'slots'
         self.pad = corpus.pad
         self.stride = s.stride or seq_len
         self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step

@@ -36,7 +36,7 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
             raise UserError(f'{s.out_dir} was trained with {key} = {has!r}, not {value!r}: '
                             'resume with the same model, or set another --out_dir')
     fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed',
-             'init_from', 'surgery', 'surgery_args', 'optimizer'}    # the data's order, and the start
+             'init_from', 'surgery', 'surgery_args', 'optimizer'}   # data order, and the start
     if s.stream:
         fixed.add('batch_size')
     old = ckpt['settings']

@@ -68,23 +68,21 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
     show_size(model, s, machine)
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
-        machine.say(f'data      {name}: {short(end - begin)} tokens{times}, '
+        machine.say(f'data      {name}: {short(end - begin)} {data.noun}{times}, '
                     f'{short(len(corpus.val[name]))} for validation')
     for name in corpus.scored:
         if name not in corpus.ranges:
             length = short(len(corpus.val[name]))
-            machine.say(f'data      {name}: {length} tokens, for validation only')
-    chunks, tokens = 'chunks', 'tokens'
-    if data.slots > 1:                                   # of chunks of bytes, or sentences
-        chunks, tokens = 'windows', 'slots'
+            machine.say(f'data      {name}: {length} {data.noun}, for validation only')
+    chunks = 'chunks' if data.slots == 1 else 'windows'  # of chunks of bytes, or sentences
     processes = 'process' if machine.world == 1 else 'processes'
-    machine.say(f'step      {s.batch_size} {chunks} x {data.T} {tokens} '
+    machine.say(f'step      {s.batch_size} {chunks} x {data.T} {data.noun} '
                 f'x {s.gradient_accumulation_steps} accumulated '
-                f'x {machine.world} {processes} = {data.rows * data.T:,} {tokens}')
+                f'x {machine.world} {processes} = {data.rows * data.T:,} {data.noun}')
     it = ckpt['iter'] if ckpt else 0
     left = max(0, max_iters - it if max_iters else (steps * data.unit - data.seen) // data.rows)
     read = data.seen + left * data.rows                  # chunks, at the end
-    machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {tokens}, '
+    machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {data.noun}, '
                 f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if not ckpt:

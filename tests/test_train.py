@@ -788,6 +788,10 @@ def test_what_is_said_without_a_terminal(tiny, tmp_path):
     """A line with the loss every ten log intervals; that nothing is left to train, or the log was lost."""
     told = tiny('--max_iters=4', '--log_interval=1').stdout
     assert re.search(r'step +4  loss [0-9.]+, [0-9.K]+ tokens/s', told)
+    sizes = dict(model='stlm', n_layer=1, n_embd=32, n_head=2, n_kv_head=2, byte_limit=8, block_size=36)
+    keys = [f'--{key}={value}' for key, value in sizes.items()]
+    told = tiny('--max_iters=1', '--data=toy_bytes', keys=keys, out='bytes').stdout
+    assert 'slots/s' in told and 'slots, 125.5K for validation' in told and 'tokens' not in told
     assert 'from step 4: nothing is left to train' in tiny('--max_iters=3', '--resume').stdout
     (tmp_path / 'run' / 'log.jsonl').unlink()
     told = tiny('--max_iters=5', '--resume').stdout

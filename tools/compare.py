@@ -6,9 +6,9 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep out/gpt2 --png compare.png      # and a picture
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
-It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it
-got less than 1% of its layer's picks at the last evaluation. Effective choices are exp(entropy of the
-shares): n if all n get the same, 1 if one gets all. Training FLOPs: 6 x active parameters x tokens.
+It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it got
+less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the shares),
+1 if one gets all. Training FLOPs: 6 x active parameters x tokens, or x slots, an upper bound, for bytes.
 """
 
 import importlib.util
@@ -124,19 +124,19 @@ def make_cells(about, last, steps, evals, aux):
     """{section: {label: text}}"""
     size = lambda key: f'{about.get(key, math.nan):,.0f}'
     number = lambda key: last.get(key, math.nan)
+    unit = 'tokens' if about.get(('set', 'byte_limit'), '0') == '0' else 'slots'
     run = {'parameters': size('parameters'), 'active per token': size('active'),
-           'steps': f"{number('iter'):,.0f} of {size('steps')}", 'tokens': short(number('tokens')),
+           'steps': f"{number('iter'):,.0f} of {size('steps')}", unit: short(number('tokens')),
            'words': short(number('words')), 'minutes': f"{number('seconds') / 60:.1f}"}
     speeds = [step['tokens_per_s'] for step in steps if 'tokens_per_s' in step]
-    run['tokens/s, median'] = short(statistics.median(speeds or [math.nan]))
+    run[f'{unit}/s, median'] = short(statistics.median(speeds or [math.nan]))
     val, routes, balance = {}, {}, []
     for name in dict.fromkeys(key[1] for key in last if key[:1] == ('val',)):
         losses = [(record.get(('val', name, 'loss'), math.nan), record['iter']) for record in evals]
         best, at = min(losses, key=lambda pair: (math.isnan(pair[0]), pair))
         val[f'{name}: best loss'] = f'{best:.4f} at {at:,.0f}'
-        scores = {key[2]: value for key, value in last.items() if key[:2] == ('val', name)}
-        for key, score in scores.items():
-            val[f"{name}: last {key.replace('_', ' ')}"] = f'{score:.4f}'
+        val |= {f"{name}: last {key[2].replace('_', ' ')}": f'{score:.4f}'
+                for key, score in last.items() if key[:2] == ('val', name)}
     for layer in dict.fromkeys(key[1] for key in last if key[:1] == ('route',)):
         shares = [share for key, share in last.items() if key[:2] == ('route', layer)]
         parts = [share / sum(shares) for share in shares if share > 0]

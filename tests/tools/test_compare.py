@@ -50,6 +50,14 @@ def page_data(path):
     return json.loads(found[1])
 
 
+def test_slots_are_not_called_tokens(run, tmp_path):
+    for name, limit in dict(tokens=0, bytes=8).items():
+        write_log(tmp_path / name, start(byte_limit=limit), step(1))
+    table = cells(run('tools.compare', 'tokens', 'bytes', cwd=tmp_path, here=True).stdout)
+    assert table['tokens'] == ['64', '-'] and table['slots'] == ['-', '64']
+    assert table['tokens/s, median'] == ['10', '-'] and table['slots/s, median'] == ['-', '10']
+
+
 def test_numbers_are_those_of_the_log(run, tmp_path):
     routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
     write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
