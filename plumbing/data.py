@@ -142,8 +142,8 @@ class Data:
             count = corpus.metas[name]['splits']['train']
             end = begin + len(tokens)
             if len(tokens) < seq_len + self.stride:     # an epoch's offset may take away stride - 1
-                raise UserError(f'{name} has {len(tokens)} tokens in its range: '
-                                f'too few for a seq_len of {seq_len}')
+                raise UserError(f'{name}: {len(tokens)} {self.noun} are too few for seq_len '
+                                f'+ stride ({seq_len} + {self.stride}): add text, or lower seq_len')
             self.sets.append((begin, end, passes, count['words'] / count['tokens']))
             parts.append(tokens)
             begin = end

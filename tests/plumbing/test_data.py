@@ -181,7 +181,7 @@ def test_ranges_of_byte_chunks_end_after_the_chunk_of_end_of_text():
 
 
 def test_too_few_tokens():
-    with pytest.raises(UserError, match='too few'):
+    with pytest.raises(UserError, match='12 tokens are too few for .*: add text, or lower seq_len'):
         data(dict(a=np.arange(12)))
     with pytest.raises(UserError, match='too few'):
         data(dict(a=np.arange(100)), stream=True, batch_size=50)
