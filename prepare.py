@@ -327,7 +327,7 @@ def land_pairs(target, inputs, expected, overwrite):
     with new_folder(target, overwrite) as work:
         sizes = [sum(1 for _ in read_rows(path, 'sentence_good,sentence_bad')) for path in files]
         if not files or expected and sizes != [1000] * 67:
-            raise UserError(f'{len(files)} files with {sum(sizes):,} pairs; {expected or "no .jsonl file"}')
+            raise UserError(f'the input has {len(files)} .jsonl files with {sum(sizes):,} pairs{expected}')
         for path in files:
             if (work / path.name).exists():
                 raise UserError(f'two files are named {path.name}; prepare their folders apart')
@@ -377,7 +377,7 @@ def main(argv=None):
     target = Path(args.out) / args.name
     inputs = args.input or fetch_named(args.what, Path(args.out) / 'raw')
     if args.what == 'blimp':
-        return land_pairs(target, inputs, '' if args.input else 'BLiMP has 67 of 1,000', args.overwrite)
+        return land_pairs(target, inputs, '' if args.input else '; BLiMP has 67 of 1,000', args.overwrite)
     files = find_files(inputs)
     if any(Path(os.path.realpath(target)) in Path(os.path.realpath(path)).parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be overwritten; choose another --name')

@@ -404,6 +404,9 @@ def test_named_from_input(prepare, tmp_path):
     (tmp_path / 'pairs/more').mkdir()
     (tmp_path / 'pairs/more/x.jsonl').write_text(pair)
     assert 'named x.jsonl' in prepare('blimp', '--name', 'both', '--input', 'pairs', code=2).stderr
+    (tmp_path / 'a.txt').write_text('text')
+    told = prepare('blimp', '--name', 'none', '--input', 'a.txt', code=2).stderr
+    assert told == 'prepare.py: the input has 0 .jsonl files with 0 pairs\n'
 
 
 AB = {'a.txt': b'a\n\nb'}
