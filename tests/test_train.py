@@ -675,7 +675,7 @@ def test_what_a_surgery_froze_stays_frozen(tiny, start, tmp_path):
         check(tmp_path / 'onwards')
     widen = [f'--init_from={base}', '--surgery=my_surgery.widen']
     told = start(*widen, '--max_iters=6', '--resume', out='frozen', code=2).stderr
-    assert "started with surgery = 'my_surgery.freeze'" in told
+    assert "was trained with surgery = 'my_surgery.freeze'" in told
 
 
 def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
