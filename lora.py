@@ -12,7 +12,8 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
 (E, in, out), in which every expert gets its own A and B. The vocabulary's head is left out: a
 module named `head`, or a weight that two modules share. B starts at zero, so that an adapted model
-starts as exactly the model it was.
+starts as exactly the model it was. Other parameters (Self-MoE's matrix gates, A of ModuleFormer's
+routers) are frozen and get no adapter; name them in `also` to train them.
 
 What to look at first: `LowRank.forward`. The change is added to the weight whenever the weight is
 read, not to the map's output, because stacked experts have no module that could be wrapped: their
@@ -97,7 +98,7 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
     """Add adapters to all linear maps but the head, and freeze everything else -> the same model,
     changed in place. `only`, a pattern, restricts this to the maps whose full name (parallel.0.qkv,
     last.0.fc.weight) matches; these may include the head. Parameters whose name matches the pattern
-    `also` (as 'wte|head') are not frozen."""
+    `also` (for example 'wte|head') are not frozen."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters already; merge them first (merge_lora)')
     if not (isinstance(rank, int) and rank >= 1 and alpha > 0 and 0 <= dropout < 1):

@@ -145,8 +145,8 @@ class Router(nn.Module):
 
     def losses(self, prob_NE, log_prob_NE):
         """What minimising does. `mi` (pretraining): the pool uses all modules (high H(m)), but a token
-        is sure of its own (low H(m|x)). Without the first, all tokens would share one module; without
-        the second, none would choose. `concentration` (before pruning): the pool uses few modules.
+        is sure which (low H(m|x)). Without the first, all tokens could take the same one; without the
+        second, each could spread over all. `concentration` (before pruning): the pool uses few.
         `rout_reg` (after insertion): new modules have small embeddings A', so logits near 0."""
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
@@ -172,7 +172,7 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only the chosen compute
+        rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only the chosen compute
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
@@ -211,7 +211,7 @@ class FFNModules(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Dispatch(gate_NK, choice_NK, self.fc.n_modules, self.config.sparse)
+        rows = Rows(gate_NK, choice_NK, self.fc.n_modules, self.config.sparse)
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         h_RF = F.gelu(rows.linear(x_RD, self.fc()))             # gelu(x_RD @ fc[module])
         y_RD = rows.linear(h_RF, self.down())                   # h_RF @ down[module]
@@ -237,6 +237,7 @@ class Block(nn.Module):
 
 class ModuleFormer(nn.Module):
     router = Router                                      # arena/ has others: docs/routers.md
+    gates_sum_to_1 = False                               # tools.check takes True for granted
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -248,15 +249,16 @@ class ModuleFormer(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Standard deviations: 1/sqrt(fan-in) for maps, less for those that add to the residual
-        stream; 0.02 for head, embeddings and A: all modules start about equally likely."""
+        """1/sqrt(fan-in), less for maps that add to the residual stream; 0.02 for wte, head, A."""
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
+            if p.dim() < 2 or '.router.' in name and kind not in ('A', 'B'):
+                continue                                        # norms, and your own router's
             if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in)
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
             elif kind in ('o', 'down'):                         # these add, twice per layer
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))
-            elif kind in ('A', 'wte', 'head'):                  # norms are ones and zeros already
+            elif kind in ('A', 'wte', 'head'):                  # A: modules start nearly equal
                 nn.init.normal_(p, std=0.02)
 
     def features(self, idx, cache=None):
@@ -300,7 +302,7 @@ class ModuleFormer(nn.Module):
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
-                if isinstance(module, Router):
+                if isinstance(module, self.router):
                     def record(router, _, output, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, _ = output
                         gate_NE = gate_NK.new_zeros(len(gate_NK), router.A.n_modules)
@@ -315,7 +317,7 @@ class ModuleFormer(nn.Module):
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
-            if isinstance(stack, Stack) and not name.endswith('.A'):  # A is used whole
+            if isinstance(stack, Stack) and '.router.' not in name:   # a router is used whole
                 size = sum(p.numel() for p in stack.parameters())
                 idle += size - size * self.config.top_k // stack.n_modules
         return total, total - idle
@@ -327,7 +329,7 @@ def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     """Section 4.3: add random modules to every layer and freeze the rest. With `partial` (new data
     alone) only the new modules and their embeddings A' train; with `full` (old and new data mixed)
     also A, B, token embedding and head. At first the loss rises: tokens choose new modules that are
-    still untrained. Eq. 10 limits that, but even A' = 0 is a logit of 0, above negative ones."""
+    still untrained. Eq. 10 keeps new logits near 0, but 0 still beats an old module's negative logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
@@ -377,8 +379,6 @@ def count_usage(model, batches):
 
 class PruneTable(list):
     """One dict per pool: layer, modules before, after. `left` is the share of parameters left."""
-    left = 1.0
-
     def __str__(self):
         head = f'pruned    {100 * self.left:.1f}% of the parameters are left; modules that stayed:'
         rows = [f"          {row['layer']:14}{row['after']:4} of {row['before']}" for row in self]
@@ -389,7 +389,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
     frequency, divided by the largest of its pool (`max`) or by their sum (`sum`), is below the
     threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`,
-    a list of (idx, targets), are counted. Gates rise: the softmax has fewer modules. Nothing is frozen."""
+    a list of (idx, targets), are counted. Gates grow: the softmax has fewer. Nothing is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):
@@ -400,7 +400,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     if not usage or not all(count.sum() > 0 for count in usage.values()):
         raise ValueError('prune_experts needs usage, or batches with at least one target')
     pools = {name.removesuffix('.router'): module.A.n_modules
-             for name, module in model.named_modules() if isinstance(module, Router)}
+             for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {layer: len(count) for layer, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')
     state = model.state_dict()
@@ -423,7 +423,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
 
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
-class Dispatch:
+class Rows:
     """N tokens with K modules each, as R = N*K rows sorted by module: a module's rows are contiguous."""
     def __init__(self, gate_NK, choice_NK, n_modules, sparse):
         if not sparse:                                   # all E modules; a gate of 0 if not chosen
@@ -486,8 +486,8 @@ class StickBreaking(torch.autograd.Function):
 
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
-    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
+    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
+    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -513,7 +513,7 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -527,8 +527,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM adds up all rows of a group
+    for a tile of it, so with few groups most SMs idle. So groups are cut, up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

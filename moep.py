@@ -42,7 +42,7 @@ class MoEPConfig:
     n_embd: int = 384              # their width, the paper's d_L
     n_parallel: int = 10           # Parallel Layers; 0 makes this a plain GPT-2 of n_layer blocks
     n_head_parallel: int = 3       # attention heads of each small block
-    n_embd_parallel: int = 192     # width of each small block, the paper's d_P; set it with n_embd
+    n_embd_parallel: int = 192     # width of each small block, d_P in the paper; change it with n_embd
     n_block: int = 4               # P: small blocks side by side in a Parallel Layer
     n_expert: int = 4              # E: experts of the shrinking and of the growing projection
     top_k: int = 2                 # K: blocks, and experts, that each token takes
@@ -89,7 +89,7 @@ class Router(nn.Module):
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
-        p_E = prob_NE.mean(0)                           # "average routing probability over a batch"
+        p_E = prob_NE.mean(0)                           # "average routing probability […]"
         if self.config.balance == 'switch':             # E sum f_i p_i: 1 if balanced, at most E/K
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
             f_E = chosen_NE.mean(0) / choice_NK.size(1)  # share of all N*K picks, no gradient
@@ -118,10 +118,10 @@ class ParallelLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def attention(self, x, cache):
-        """All P * H heads at once: later tokens may read a block that this token did not choose."""
+        """All P * H heads at once: a later token may choose a block that this one did not."""
         B, T, D = x.shape
-        P, H = len(self.qkv), self.config.n_head_parallel
-        # Each block's LayerNorm has its own gain and bias: fold moves these into its qkv map.
+        P, H = self.config.n_block, self.config.n_head_parallel
+        # Block p: (n * ln_1_gain[p] + ln_1_bias[p]) @ qkv[p] + qkv_bias[p]. fold makes one map of it.
         w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
         w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).reshape(3, P * D, D)  # queries, keys, values
         b = b_PF.view(P, 3, D).transpose(0, 1).reshape(3, P * D)
@@ -135,13 +135,13 @@ class ParallelLayer(nn.Module):
         y_NPD = self.attention(x, cache)
         gate_NK, choice_NK, balance = self.router(x_ND)
         # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
-        rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)
+        rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
-        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + bias
+        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj + bias
         n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
-        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
-        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
-        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
+        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)    # as above
+        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)  # n @ fc + bias, of its block
+        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))  # h @ down + bias
         return x + rows.combine(att_RD + ffn_RD).view_as(x), balance    # sum_k gate * row
 
 
@@ -164,7 +164,7 @@ class MoE(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        rows = Rows(gate_NK, choice_NK, len(self.down_bias), self.config.sparse)
+        rows = Rows(gate_NK, choice_NK, self.config.n_expert, self.config.sparse)
         h_RF = rows.spread(x_ND)                                # x_ND[token]
         if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
@@ -184,7 +184,7 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                 # a single query, the last token, sees every key
+    mask = None                                          # a single query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
@@ -250,10 +250,11 @@ class MoEP(nn.Module):
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
-            if name.endswith('bias') and 'router.' not in name:
+            ours = 'router.' not in name or name.endswith('router.linear.weight')    # not yours
+            if ours and name.endswith('bias'):
                 nn.init.zeros_(p)
-            elif 'ln_' not in name and 'router.' not in name or name.endswith('router.linear.weight'):
-                nn.init.normal_(p, std=std)              # gains are ones; your router sets the rest
+            elif ours and 'ln_' not in name:             # gains are ones already
+                nn.init.normal_(p, std=std)
 
     def features(self, idx, cache=None):
         """(B, T) token ids -> final-norm states (B, T, D), auxiliary losses summed over layers."""
@@ -312,7 +313,7 @@ class MoEP(nn.Module):
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
-                if isinstance(module, Router):
+                if isinstance(module, self.router):
                     def record(router, _, output, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, _ = output
                         gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
@@ -326,7 +327,7 @@ class MoEP(nn.Module):
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up; wte is also the head
         for name, p in self.named_parameters():
-            routed = name.startswith(('parallel', 'shrink', 'grow'))
+            routed = name.startswith(('parallel', 'shrink', 'grow')) and '.router.' not in name
             if routed and any(part in name for part in ('proj', 'ln_2', 'fc', 'down')):
                 idle += p.numel() - p.numel() * self.config.top_k // len(p)
         return total, total - idle
@@ -370,8 +371,8 @@ def fold(gain_PD, bias_PD, w_PDF, b_PF):
 
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
-    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
+    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
+    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -412,7 +413,7 @@ class GroupBias(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -426,8 +427,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM adds up all rows of a group
+    for a tile of it, so with few groups most SMs idle. So groups are cut, up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -52,7 +52,7 @@ class PaPaformerConfig:
     n_embd: int = 256              # their width, d_L
     ffn_hidden: int | None = None  # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     n_parallel: int = 3            # parallel layers; 0 makes this a plain LLaMA: a baseline, a path
-    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths; set it with n_embd
+    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths; change it with n_embd
     path_head: list = field(default_factory=lambda: [4, 4])      # attention heads of each path
     path_ffn_hidden: list | None = None                          # ffn_hidden of each path
     connection: str = 'share'      # what joins the outputs of the paths: share | gumbel1 | gumbel2
@@ -105,7 +105,7 @@ class Share(nn.Module):
 
     def forward(self, outputs):
         y = torch.cat(outputs, -1)                       # (B, T, sum of their widths), Eq. 1
-        # Autocast rounds the product to bfloat16. type_as restores the dtype, not the lost digits.
+        # Under autocast the product is bfloat16; the residual stream stays float32.
         inputs = [linear(y).type_as(y) for linear in self.maps]
         if len(inputs) == 1:
             inputs = inputs * self.n_next                # all next blocks read the same tensor
@@ -202,8 +202,8 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
-    cos, sin = torch.view_as_real(turn).unbind(-1)
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -218,7 +218,7 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                 # a single query, the last token, sees every key
+    mask = None                                          # a single query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
@@ -385,6 +385,8 @@ def check_paths(paths, settings):
         raise ValueError('compose takes a list of path models')
     if any(path.config.n_parallel for path in paths):
         raise ValueError('a path must be a model without parallel layers (n_parallel=0)')
+    if any(hasattr(path, 'adapted') for path in paths):
+        raise ValueError('a path has adapters: merge them first')
     for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
         values = [getattr(path.config, name) for path in paths]
         if len(set(values)) > 1:

@@ -222,8 +222,8 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
-    cos, sin = torch.view_as_real(turn).unbind(-1)
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -238,7 +238,7 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                 # a single query, the last token, sees every key
+    mask = None                                          # a single query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,

@@ -1,8 +1,8 @@
 """
 Stick-breaking attention in Triton: one GPU kernel forward, one backward. It is optional.
-moduleformer.py uses this file if it lies in the same folder and `can_fuse` allows it (an NVIDIA GPU with
-Triton, heads of at most 128, ...); otherwise it uses its own blocks of queries. `stick_breaking(q, k, v)` is
-`moduleformer.stick_weights(q, k, S - T)[1] @ v`.
+moduleformer.py uses this file if it lies in the same folder and `can_fuse`, which lists the conditions,
+allows it. Otherwise its own `StickBreaking` does the same in plain torch, one block of queries at a time.
+`stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
 and v, so they never go to memory. A program (one of the many that run on a GPU at a time) holds a
@@ -263,8 +263,8 @@ def can_fuse(q, k, v):
     multiplied as TF32, which torch must allow. dk and dv can differ in their last bits from run to
     run, so not if torch must be deterministic."""
     known = q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    return q.is_cuda and torch.version.cuda is not None and known and not repeatable
+    must_repeat = torch.are_deterministic_algorithms_enabled()
+    return q.is_cuda and torch.version.cuda is not None and known and not must_repeat
 
 
 def stick_breaking(q, k, v):

@@ -50,7 +50,7 @@ class STLMConfig:
     block_size: int = 512          # longest context; byte-level: counted in symbols
     n_layer: int = 10
     n_head: int = 16               # query heads
-    n_kv_head: int = 4             # key and value heads; n_head / n_kv_head query heads read each
+    n_kv_head: int = 4             # key and value heads, each read by n_head / n_kv_head query heads
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
@@ -214,8 +214,8 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
-    cos, sin = torch.view_as_real(turn).unbind(-1)
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -230,7 +230,7 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                 # a single query, the last token, sees every key
+    mask = None                                          # a single query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,

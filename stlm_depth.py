@@ -34,7 +34,7 @@ Departures from the papers, and gaps they leave:
   `aux_weights = dict(exit=1.0)` gives it the same weight as the loss at the last exit, as their
   e_scale = 0.11 does at ten layers.
 - They also raise the rate of layer dropout over the run, and compute only the layers that stay. Our
-  rate is constant, and a dropped layer is computed in vain.
+  rate is constant, and a dropped layer is computed and then multiplied by 0.
 - Rows of a batch may accept different numbers of drafts. All keep as many as the row with fewest.
 - LayerSkip can also generate from an early exit without verification. Here every token is verified.
 
@@ -56,12 +56,12 @@ class STLMDepthConfig:
     block_size: int = 512          # longest context
     n_layer: int = 10
     n_head: int = 16               # query heads
-    n_kv_head: int = 4             # key and value heads; n_head / n_kv_head query heads read each
+    n_kv_head: int = 4             # key and value heads, each read by n_head / n_kv_head query heads
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
     capacity: float = 0.125        # share of tokens that pass through a routed layer; 1: no routing
-    route_every: int = 2           # of every so many layers the last one is routed
+    route_every: int = 2           # 2: every second layer is routed (1, 3, 5, ... counted from 0)
     layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
     exit_loss: bool = False        # whether training adds the loss at an earlier exit
 
@@ -121,12 +121,12 @@ class RoutedLayer(nn.Module):
             return index, torch.ones_like(index, dtype=torch.bool), score, aux
         passes = forecast > 0                            # each token decides by itself: causal
         K = int(passes.sum(1).max())
-        order = passes.long().sort(dim=1, descending=True, stable=True)      # those that pass come first
-        index = order.indices[:, :K]
+        index = passes.long().argsort(dim=1, descending=True, stable=True)[:, :K]    # those that pass
         return index, passes.gather(1, index), score, {}
 
     def forward(self, x, position, turn, cache):
-        """-> the update to add to x, who passes (B, T), auxiliary losses."""
+        """-> the update to add to x, who passes (B, T), auxiliary losses. For one row, in plain code:
+        update = zeros_like(x); update[index] = score[index] * block(x[index])"""
         index, filled, score, aux = self.choose(x)
         passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
         nobody = index.size(1) == 0
@@ -138,10 +138,10 @@ class RoutedLayer(nn.Module):
         cos, sin = turn
         turn = cos[0, index], sin[0, index]              # (B, K, d/2)
         position = torch.where(filled, position[0, index], NEVER)
-        wide = index[..., None].expand(-1, -1, x.size(-1))       # (B, K, D)
-        y = self.block(x.gather(1, wide), position, turn, cache)
+        index_BKD = index[..., None].expand(-1, -1, x.size(-1))
+        y = self.block(x.gather(1, index_BKD), position, turn, cache)
         y = y * (score.gather(1, index) * filled)[..., None]
-        update = torch.zeros_like(x).scatter_add(1, wide, y.type_as(x))      # r * f(x), or 0
+        update = torch.zeros_like(x).scatter_add(1, index_BKD, y.type_as(x))     # r * f(x), or 0
         return update, passes, aux
 
 
@@ -151,8 +151,8 @@ def rotary(position, d):
     """Positions (1, T) -> cosine and sine of their rotary angles, each (1, T, d/2)."""
     frequency = 10000.0 ** (-torch.arange(d // 2, device=position.device) * (2 / d))
     angle = position[..., None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
-    return torch.view_as_real(turn).unbind(-1)
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    return torch.view_as_real(turn).unbind(-1)           # angle.cos(), angle.sin()
 
 
 def rotate(x, turn):
@@ -240,10 +240,11 @@ class STLMDepth(nn.Module):
         losses = []
         passed = {}
         for i in range(begin, end):
-            update = self.layers[i](x, position, turn, cache)
             if self.config.is_routed(i):
-                update, passed[i], found = update
+                update, passed[i], found = self.layers[i](x, position, turn, cache)
                 losses.append(found)
+            else:
+                update = self.layers[i](x, position, turn, cache)
             if self.training and self.drop_rate(i) > 0:
                 stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
                 update = update * stays                  # drops whole rows; no scaling, as in LayerSkip

@@ -100,7 +100,7 @@ class Block(nn.Module):
         c, D = config, config.n_embd
         self.config = config
         self.layer = layer
-        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # apart, for Muon
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # Muon takes each by itself
         self.proj = nn.Linear(D, D, bias=False)
         self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c)
         self.dropout = nn.Dropout(c.dropout)
@@ -125,8 +125,8 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex, so torch.compile makes it one table
-    cos, sin = torch.view_as_real(turn).unbind(-1)
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -141,7 +141,7 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                 # a single query, the last token, sees every key
+    mask = None                                          # a single query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
@@ -296,8 +296,8 @@ class Strong(nn.Module):
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice, then token -> each row's pair, each pair's row, the
-    end of each choice's rows (int32). It counts: a pair's row is the number of pairs before it."""
+    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
+    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
@@ -323,7 +323,7 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocast by hand."""
+    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -337,8 +337,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one processor of a GPU adds up all
-    rows of a group, and with few groups most idle. So groups are cut, into up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM adds up all rows of a group
+    for a tile of it, so with few groups most SMs idle. So groups are cut, up to 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -119,18 +119,18 @@ def test_rows_and_dispatch_are_plain_indexing():
     x, x_NED = torch.randn(N, D).double(), torch.randn(N, E, D).double()
     y = torch.randn(N * K, D).double()
     w, b = torch.randn(E, D, 2).double(), torch.randn(E, 2).double()
-    for kind in (moep.Rows, moduleformer.Dispatch):
+    for kind in (moep.Rows, moduleformer.Rows):
         same_gradient(kind(gate, choice, E, True).spread, lambda x: x[token], x)
         same_gradient(lambda y, g: kind(g, choice, E, True).combine(y),
                       lambda y, g: (g[:, :, None] * y[back].view(N, K, D)).sum(1), y, gate)
         # sparse=False: a row for every token and choice, sorted by choice; others have a gate of 0
         same_gradient(lambda x, g: kind(g, choice, E, False).combine(x.transpose(0, 1).flatten(0, 1)),
                       lambda x, g: (g[:, :, None] * x[torch.arange(N)[:, None], choice]).sum(1), x_NED, gate)
-    rows, dispatch = moep.Rows(gate, choice, E, True), moduleformer.Dispatch(gate, choice, E, True)
-    same_gradient(dispatch.linear, lambda y, w: torch.einsum('rd,rdf->rf', y, w[chosen]), y, w)
+    rows, modules = moep.Rows(gate, choice, E, True), moduleformer.Rows(gate, choice, E, True)
+    same_gradient(modules.linear, lambda y, w: torch.einsum('rd,rdf->rf', y, w[chosen]), y, w)
     same_gradient(rows.linear, lambda y, w, b: torch.einsum('rd,rdf->rf', y, w[chosen]) + b[chosen], y, w, b)
-    same_gradient(dispatch.sort, lambda x: x.flatten(0, 1)[order], x_NED[:, :K])
-    same_gradient(dispatch.restore, lambda y: y[back].view(N, K, D), y)
+    same_gradient(modules.sort, lambda x: x.flatten(0, 1)[order], x_NED[:, :K])
+    same_gradient(modules.restore, lambda y: y[back].view(N, K, D), y)
     same_gradient(rows.pick, lambda x: x[token, chosen], x_NED)
     same_gradient(lambda b: moep.GroupBias.apply(b, rows.choice), lambda b: b[chosen], b)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moduleformer
 import train
-from moduleformer import (Dispatch, ModuleFormer, ModuleFormerConfig, Router, StickBreaking, absorb_inserted,
+from moduleformer import (ModuleFormer, ModuleFormerConfig, Router, Rows, StickBreaking, absorb_inserted,
                           count_usage, insert_experts, prune_experts, stick_weights)
 from plumbing.settings import Settings
 
@@ -391,7 +391,7 @@ def test_all_tokens_to_the_same_modules(changes):
 
 def test_dispatch_by_hand():
     gates = torch.tensor([[1.0, 2], [0, 3], [1, 0]])
-    rows = Dispatch(gates, torch.tensor([[2, 0], [2, 3], [0, 2]]), 5, sparse=True)
+    rows = Rows(gates, torch.tensor([[2, 0], [2, 3], [0, 2]]), 5, sparse=True)
     assert rows.ends_E.tolist() == [2, 2, 5, 6, 6] and rows.ends_E.dtype == torch.int32
     x = torch.arange(3.0)[:, None]
     assert rows.spread(x).flatten().tolist() == [0, 2, 0, 1, 2, 1]

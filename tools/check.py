@@ -51,7 +51,7 @@ def choices(model, x):
         if name.endswith('router'):
             part.register_forward_hook(lambda _, __, out, name=name: found.update({name: out}))
     model.features(x)
-    return {name: out[1] for name, out in found.items() if len(out) == 3}
+    return {name.removesuffix('.router'): out[1] for name, out in found.items() if len(out) == 3}
 
 
 def train(model, seed):
@@ -145,18 +145,21 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token's choices differ; at most top_k gates are not 0, and they sum to 1 (less: not renormalised)"""
-    least = 0 if 'not renormalised' in Path(module.__file__).read_text(encoding='utf-8') else 1
+    """a token takes top_k different choices, and its gates sum to 1 (or less: gates_sum_to_1 = False)"""
+    least = int(getattr(model, 'gates_sum_to_1', True))
     for mode in ('eval', 'training'):
         found = model.train(mode == 'training').routes(x)
-        for name, chosen in choices(model, x).items():
-            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
+        took = {name: int((gate > 0).sum(-1).max()) for name, gate in found.items()}
         for name, gate in found.items():
             assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
-            total, most = gate.sum(-1), (gate > 0).sum(-1).max()
+            total = gate.sum(-1)
             assert gate.min() >= 0 and same(total, total.clamp(least, 1)), f'{name}: gates, ' \
                 f'at least {gate.min():.3g}, sum to {total.min():.3g} up to {total.max():.3g}; ' \
-                'they should sum to 1, or the file should say that they are not renormalised'
+                'they should sum to 1, or the model should say gates_sum_to_1 = False'
+        for name, chosen in choices(model, x).items():
+            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
+            took[name] = chosen.size(1)
+        for name, most in took.items():
             assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
                 f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'
     return None if found else 'routes() is {}: nothing is chosen'

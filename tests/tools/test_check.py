@@ -169,8 +169,9 @@ from {base} import {model}, {model}Config, Router
 class MyRouter(Router):
 {body}
 
-class Mine({model}):                                     # its gates are not renormalised
+class Mine({model}):
     router = MyRouter
+    gates_sum_to_1 = False
 
 Config, Model = {model}Config, Mine
 """
@@ -198,7 +199,7 @@ def changed(line, when='True'):
 TWICE = 'choices = choices[:, :1].expand(-1, 2)'
 
 
-@pytest.mark.parametrize('base, first', [('moep', 'shrink.router'), ('moduleformer', 'blocks.0.att.router')])
+@pytest.mark.parametrize('base, first', [('moep', 'shrink'), ('moduleformer', 'blocks.0.att')])
 @pytest.mark.parametrize('when, mode', [
     ('True', 'eval'), ('self.training', 'training'), ('not self.training', 'eval')])
 def test_a_choice_that_is_taken_twice(router, base, first, when, mode):
@@ -264,7 +265,7 @@ def test_a_forward_of_two_values(patched):
 
 
 def test_a_crash_is_told_by_its_line(patched):
-    line = 'rows = Rows(gate_NK, choice_NK, len(self.proj_bias), self.config.sparse)'
+    line = 'rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)'
     module = patched('moep', line, 'rows = 1 / 0')
     found = check.run_check(check.causal, module, module.Config(**MOEP))
     place = line_of(Path(module.__file__), 'rows = 1 / 0')
