@@ -5,8 +5,8 @@ Balance without a loss: MoEP whose router adds a bias to the scores, only when i
     gate_i = s_i / (sum of s over its K): b has no part in it
     after each step:  b_i += 0.001 * sign(mean load - load_i), load_i being the tokens that took i
 
-A balance loss also pulls at the weights that the text trains. A bias has no gradient: it only shifts
-what is chosen. The balance loss is returned only to be logged: give it no weight in the config.
+A balance loss also pulls at weights that the language modelling loss trains. A bias has no gradient: it
+only shifts what is chosen. The balance loss is only for the log: give it no weight in the config.
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"; DeepSeek-AI
 2024, "DeepSeek-V3 Technical Report", Eq. 16, which adds a very small balance loss per sequence.
 """
@@ -20,7 +20,7 @@ from moep import MoEP, MoEPConfig
 
 
 class LoadBias(nn.Module):
-    """Chooses K by score + b. Checkpoints keep its buffers; they change in place, for CUDA graphs."""
+    """Chooses K by score + b. Checkpoints keep its buffers. They change in place: a CUDA graph sees it."""
     def __init__(self, n_choices, weight):
         super().__init__()
         self.register_buffer('b', torch.zeros(n_choices))

@@ -1,5 +1,4 @@
-"""The strong dense model on the toy stories: beside config/gpt2.py, as large, what a recipe of today
-brings."""
+"""The strong dense model on the toy stories: as large as config/gpt2.py, with today's recipe."""
 model = 'strong'
 data = 'toy_stories'
 

@@ -177,6 +177,47 @@ def test_routers_come_from_one_place():
             import_model(name)
 
 
+@pytest.mark.parametrize('name', ['fc', 'hidden', 'q', 'down', 'proj'])
+@pytest.mark.parametrize('base', [moep, moduleformer])
+def test_a_router_names_its_layers_as_it_likes(base, name):
+    """They keep the values that it gives them, and are counted whole."""
+    class MyRouter(base.Router):
+        def __init__(self, *args):
+            super().__init__(*args)
+            setattr(self, name, torch.nn.Linear(4, 4))
+            torch.nn.init.eye_(getattr(self, name).weight)
+
+    class Mine(base.Model):
+        router = MyRouter
+
+    config = base.Config(**(MOEP if base is moep else POOLS))
+    plain, mine = base.Model(config), Mine(config)
+    added = [getattr(router, name) for router in routers(mine)]
+    assert all(torch.equal(layer.weight, torch.eye(4)) for layer in added)
+    assert mine.count_params()[1] - plain.count_params()[1] == len(added) * 20
+
+
+def test_a_router_that_inherits_nothing_is_seen():
+    class Whole(torch.nn.Module):
+        def __init__(self, d, n_choices, config):
+            super().__init__()
+            self.n_choices = n_choices
+
+        def forward(self, x_ND):
+            choice_NK = torch.arange(self.n_choices).expand(len(x_ND), -1)
+            return torch.full(choice_NK.shape, 1 / self.n_choices), choice_NK, x_ND.sum() * 0
+
+    class Mine(moep.MoEP):
+        router = Whole
+
+    ids = torch.randint(31, (2, 8))
+    model = Mine(moep.MoEPConfig(**MOEP)).eval()
+    assert [gate.shape[-1] for gate in model.routes(ids).values()] == [3, 4, 4, 3]
+    routes = next(check for check in CHECKS if check.__name__ == 'routes')
+    with pytest.raises(AssertionError, match='a token takes 3 choices; its cost is counted from top_k = 2'):
+        routes(moep, model, ids, ids)
+
+
 def test_a_shared_block_leaves_something_to_choose():
     with pytest.raises(ValueError, match='top_k = 1 leaves nothing to choose'):
         make('shared', top_k=1)

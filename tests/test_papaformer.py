@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import papaformer
+from lora import add_lora
 from papaformer import PaPaformer, PaPaformerConfig, compose, path_accuracy, path_usage
 
 SMALL = dict(vocab_size=31, block_size=12, n_layer=2, n_head=2, n_embd=16, ffn_hidden=24, n_parallel=2,
@@ -385,6 +386,8 @@ def test_compose_errors():
         with pytest.raises(ValueError, match=words):
             compose(paths, **settings)
     assert compose([a, b]).config.n_head == 4            # the sum, if it is not given
+    with pytest.raises(ValueError, match='a path has adapters: merge them first'):
+        compose([a, add_lora(make_path())])
     assert compose([a, make_path(block_size=20)]).config.block_size == 20
     assert compose([a.double(), b.double()]).wte.weight.dtype == torch.float64
 
