@@ -423,11 +423,6 @@ def path_usage(model, idx):
     return torch.stack(found, 1)
 
 
-def path_accuracy(choices, path):
-    """The share of (B, layers) choices that are their prompt's path (B,); the mix counts as wrong."""
-    return (choices == path[:, None]).float().mean().item()
-
-
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import papaformer
 from lora import add_lora
-from papaformer import PaPaformer, PaPaformerConfig, compose, path_accuracy, path_usage
+from papaformer import PaPaformer, PaPaformerConfig, compose, path_usage
 
 SMALL = dict(vocab_size=31, block_size=12, n_layer=2, n_head=2, n_embd=16, ffn_hidden=24, n_parallel=2,
              path_embd=[8, 8], path_head=[2, 2], path_ffn_hidden=[12, 20])
@@ -438,26 +438,6 @@ def test_path_usage_of_share(widths):
     for changes in (DENSE, DENSE | G1, dict(n_parallel=1)):
         with pytest.raises(ValueError, match='parallel layers'):
             path_usage(make(**changes), tokens())
-
-
-# gumbel1 gumbel2 share, prompt after prompt
-TABLE_6 = """221 223 21   222 222 11   221 112 11   222 223 11   221 222 21   211 211 12   212 222 21
-             212 212 11   111 122 21   211 212 12   112 122 21   111 221 11   111 212 11   112 222 22
-             122 221 12   112 223 21   122 222 11   132 311 11   211 221 11   222 222 21""".split()
-
-
-def test_path_accuracy_of_table_6():
-    """The printed routes: ten stories (path 1), then ten of math (path 2). The mix, 3, is never right."""
-    assert len(TABLE_6) == 60
-    own = torch.tensor([0] * 10 + [1] * 10)
-    for column, want, shares in ((0, 24 / 60, (0.48, 0.50, 0.02)), (1, 28 / 60, (0.23, 0.70, 0.07)),
-                                 (2, 20 / 40, (0.7, 0.3))):
-        choices = torch.tensor([[int(c) - 1 for c in way] for way in TABLE_6[column::3]])
-        assert choices.shape == (20, 2 if column == 2 else 3)
-        assert abs(path_accuracy(choices, own) - want) < 1e-6
-        for path, share in enumerate(shares):            # the table's bottom rows, rounded to a percent
-            assert abs((choices == path).double().mean() - share) < 0.006
-    assert path_accuracy(torch.full((2, 3), 2), torch.tensor([0, 1])) == 0
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ belongs to path 1, the second to path 2, and so on; the mix counts as wrong.
 import numpy as np
 import torch
 
-from papaformer import path_accuracy, path_usage
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import load_bin
 from plumbing.machine import Machine
+from plumbing.models import import_model
 from plumbing.tokenizer import load_meta
 
 STORIES = [
@@ -45,7 +45,7 @@ def document_starts(folder, tokenizer, num, length):
     return torch.from_numpy(prompts.astype(np.int64))
 
 
-def show_prompts(model, tokenizer, prompts, device):
+def show_prompts(path_usage, model, tokenizer, prompts, device):
     """Print the path that each prompt takes -> (prompts, layers)"""
     found = []
     for prompt in prompts:
@@ -54,6 +54,11 @@ def show_prompts(model, tokenizer, prompts, device):
         print(f'{prompt!r:54}  ' + ' -> '.join(str(i + 1) for i in choices[0].tolist()))
         found.append(choices.cpu())
     return torch.cat(found)
+
+
+def path_accuracy(choices, path):
+    """The share of (prompts, layers) choices that are their prompt's path; the mix counts as wrong."""
+    return (choices == path[:, None]).float().mean().item()
 
 
 def summarise(choices, path, n):
@@ -84,7 +89,8 @@ def main():
     args = read_arguments()
     device = Machine(args.device).device
     model, ckpt = load_checkpoint(args.run, device)
-    if ckpt['model'] != 'papaformer':
+    path_usage = getattr(import_model(ckpt['model']), 'path_usage', None)
+    if not path_usage:
         raise UserError(f"{args.run} holds a model of {ckpt['model']}.py; "
                         'only a PaPaformer has paths')
     tokenizer = run_tokenizer(ckpt)
@@ -101,8 +107,8 @@ def main():
             prompts = document_starts(folder, tokenizer, args.num, args.length)
             found.append(path_usage(model, prompts.to(device)).cpu())
         if not args.data:
-            found.append(show_prompts(model, tokenizer, STORIES, device))
-            found.append(show_prompts(model, tokenizer, MATH, device))
+            found.append(show_prompts(path_usage, model, tokenizer, STORIES, device))
+            found.append(show_prompts(path_usage, model, tokenizer, MATH, device))
     except ValueError as e:                              # as of a model without parallel layers
         raise UserError(str(e)) from None
 

@@ -15,25 +15,25 @@ from pathlib import Path
 
 import torch
 
-from moduleformer import count_usage, prune_experts
 from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, score_batches, val_batches
 from plumbing.machine import Machine
+from plumbing.models import import_model
 from plumbing.tokenizer import load_tokenizer
 
 # As shares of the largest frequency there can be: 1 of `max`, 1 / top_k of `sum`.
 THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
-def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machine, pad=-1):
+def curve(module, model, tokens, token_lengths, thresholds, normalise, batch_size, machine, pad=-1):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half = len(tokens) // 2
     T = model.config.block_size
-    usage = count_usage(model, val_batches(tokens[:half], T, batch_size, pad))
+    usage = module.count_usage(model, val_batches(tokens[:half], T, batch_size, pad))
     rows = []
     for threshold in thresholds:
-        pruned, table = prune_experts(model, usage, threshold, normalise)
+        pruned, table = module.prune_experts(model, usage, threshold, normalise)
         batches = val_batches(tokens[half:], T, batch_size, pad)
         scores = score_batches(pruned, batches, token_lengths, machine)
         modules = sum(pool['after'] for pool in table) / sum(pool['before'] for pool in table)
@@ -64,7 +64,8 @@ def main():
     args = read_arguments()
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
-    if ckpt['model'] != 'moduleformer':
+    module = import_model(ckpt['model'])
+    if not hasattr(module, 'prune_experts'):
         raise UserError(f"{args.run} holds a model of {ckpt['model']}.py; "
                         'only a ModuleFormer has modules to prune')
     folder = Path(args.data or data_folder(ckpt))
@@ -77,7 +78,7 @@ def main():
     thresholds = args.thresholds or [share * largest for share in THRESHOLDS]
     thresholds = [0.0, *(t for t in thresholds if t)]    # at 0 nothing is pruned
     try:
-        rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine,
+        rows = curve(module, model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine,
                      tokenizer.pad)
     except ValueError as e:                              # as of a model with adapters
         raise UserError(f'{args.run}: {e}') from None

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import papaformer
 from plumbing.tokenizer import load_tokenizer
 from tools import path_usage
 
@@ -36,7 +37,7 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
     def usage(model, idx):
         seen.append(idx)
         return torch.tensor([[0, 1]] * len(idx))
-    monkeypatch.setattr(path_usage, 'path_usage', usage)
+    monkeypatch.setattr(papaformer, 'path_usage', usage)
     stories = data_dir / 'toy_stories'
     eot = load_tokenizer(stories).eot
     args = ['--data', stories, '--num=5', '--length=7', f'--json={tmp_path}/u.json']
@@ -59,3 +60,23 @@ def test_mistakes(run, smoke, data_dir, config, args, message):
     args = [arg.format(data_dir=data_dir) for arg in args]
     text = run('tools.path_usage', smoke(f'config/{config}.py'), *args, code=2).stderr
     assert message in text and text.count('\n') == 1
+
+
+# gumbel1 gumbel2 share, prompt after prompt
+TABLE_6 = """221 223 21   222 222 11   221 112 11   222 223 11   221 222 21   211 211 12   212 222 21
+             212 212 11   111 122 21   211 212 12   112 122 21   111 221 11   111 212 11   112 222 22
+             122 221 12   112 223 21   122 222 11   132 311 11   211 221 11   222 222 21""".split()
+
+
+def test_path_accuracy_of_table_6():
+    """The printed routes: ten stories (path 1), then ten of math (path 2). The mix, 3, is never right."""
+    assert len(TABLE_6) == 60
+    own = torch.tensor([0] * 10 + [1] * 10)
+    for column, want, shares in ((0, 24 / 60, (0.48, 0.50, 0.02)), (1, 28 / 60, (0.23, 0.70, 0.07)),
+                                 (2, 20 / 40, (0.7, 0.3))):
+        choices = torch.tensor([[int(c) - 1 for c in way] for way in TABLE_6[column::3]])
+        assert choices.shape == (20, 2 if column == 2 else 3)
+        assert abs(path_usage.path_accuracy(choices, own) - want) < 1e-6
+        for path, share in enumerate(shares):            # the table's bottom rows, rounded to a percent
+            assert abs((choices == path).double().mean() - share) < 0.006
+    assert path_usage.path_accuracy(torch.full((2, 3), 2), torch.tensor([0, 1])) == 0

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import moduleformer
 from moduleformer import count_usage, prune_experts
 from plumbing.checkpoint import load_checkpoint
 from plumbing.data import as_tensor, load_bin, val_batches
@@ -29,7 +30,7 @@ def test_rows_by_hand(folder, data_dir):
     model, _ = load_checkpoint(folder)
     tokens = as_tensor(load_bin(data_dir / 'toy_math', 'val')[:2000], 'cpu')
     lengths = torch.ones(model.config.vocab_size, dtype=torch.long)
-    rows = prune_curve.curve(model, tokens, lengths, [0.0, 0.9], 'max', 4, Machine('cpu'))
+    rows = prune_curve.curve(moduleformer, model, tokens, lengths, [0.0, 0.9], 'max', 4, Machine('cpu'))
     # counted on one half, scored on the other
     usage = count_usage(model, val_batches(tokens[:1000], 128, 4, -1))
     whole = sum(p.numel() for p in model.parameters())
