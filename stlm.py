@@ -10,26 +10,25 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
   gives each layer its own low-rank adapters. This saves parameters, not computation.
 
-What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.layers`.
+What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.run_layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
 per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 (docs/results.md).
-Pauses and next thoughts (section 5.4) only change the data: in the latter a chunk is a sentence.
+Pause tokens and next thoughts (section 5.4) need no other model, only other data: for next
+thoughts, prepare.py makes each sentence a chunk.
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
 chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
-chunks; end-of-text is a chunk by itself. End-of-chunk is a target, padding never (data.py makes it -1).
-Impossible symbols get probability 0, so all chunks sum to 1. (As targets they give a loss of inf.)
+chunks; end-of-text is a chunk by itself. End-of-chunk is predicted like a byte, padding never: give
+it the target -1 (train.py does). A symbol that cannot stand in a slot gets probability 0, so the
+probabilities of all chunks sum to 1; as a target it would have a loss of inf.
 
 Departures from the paper, and gaps it leaves:
-- The paper decodes all bytes of a chunk at once (`decoder='parallel'`): given the state, they are
-  independent. Our default, `causal`, is better: a byte also sees the earlier ones of its chunk.
-- It gives the byte parts no width but "64 for example". Ours is 128, and they still have 93% fewer
-  parameters than the table they replace. Encoder and decoder have learned positions and no dropout,
-  and share the table of symbols with the head. A chunk's mean includes its end-of-chunk.
+- Section 5.2 only says that the decoder resembles the encoder. We read this as the release does: all
+  bytes at once (`parallel`). Our default, `causal`, is better: a byte also sees the earlier ones.
+- It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
+  and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
 - The core first reads a learned vector, from which the first chunk of a window is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
-- Of dropout schedules (section 5.5) it names early and late. `rising` and `triangles` are the
-  release's `linear` and `triangle`; our `linear` falls, and our `triangle` has one cycle, not four.
 
 Dimension letters: B batch, T sequence (tokens or symbols), C whole chunks, L slots of a chunk,
 D width, d width of the byte parts or of one head, H heads, V vocabulary.
@@ -87,73 +86,68 @@ class STLMConfig:
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
-class ByteEnds:
-    """Turns symbols into the core's input, and the core's states into logits; TokenEnds, below, does
-    so for tokens. The weights belong to the model, so their names in checkpoints are short."""
-    def __init__(self, model):
-        c = model.config
+class ByteEnds(nn.Module):
+    """Turns symbols into the core's input, and its states into logits. For tokens: TokenEnds."""
+    def __init__(self, config):
+        super().__init__()
+        c = config
         self.causal = c.decoder == 'causal'
         self.slots = c.byte_limit + 1                    # L
         self.n_start = 1                                 # the core reads a start vector first
         self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
-        model.wte = nn.Embedding(c.vocab_size, c.byte_embd)    # of symbols; also the head
-        model.encoder, model.decoder = ChunkTransformer(c), ChunkTransformer(c)
-        model.pool = nn.Linear(c.byte_embd, c.n_embd, bias=False)
-        model.spread = nn.Linear(c.n_embd, self.slots * c.byte_embd, bias=False)
-        model.start = nn.Parameter(torch.empty(c.n_embd))
+        self.wte = nn.Embedding(c.vocab_size, c.byte_embd)     # of symbols; also the head
+        self.encoder, self.decoder = ChunkTransformer(c), ChunkTransformer(c)
+        self.pool = nn.Linear(c.byte_embd, c.n_embd, bias=False)
+        self.spread = nn.Linear(c.n_embd, self.slots * c.byte_embd, bias=False)
+        self.start = nn.Parameter(torch.empty(c.n_embd))
 
     def cut(self, idx):
         """(B, T) symbols -> (B, C + 1, L): C whole chunks, then the unfinished one (maybe all padding)."""
         missing = self.slots - idx.size(1) % self.slots
         return F.pad(idx, (0, missing), value=self.padding).view(len(idx), -1, self.slots)
 
-    def encode(self, model, chunks):
+    def encode(self, chunks):
         """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean, padding
         left out, is the chunk's vector; only later chunks are predicted from it."""
-        first = torch.arange(self.slots, device=chunks.device) == 0
-        visible = (chunks != self.padding) | first       # so a chunk of padding has a mean, too
+        visible = chunks != self.padding                 # (B, C, L)
+        visible[:, :, 0] = True                          # so a chunk of padding has a mean, too
         mask = visible.flatten(0, 1)[:, None, None]      # (B * C, 1, 1, L)
-        h = model.encoder(model.wte(chunks), mask)       # (B, C, L, d)
+        h = self.encoder(self.wte(chunks), mask)         # (B, C, L, d)
         mean = (h * visible[..., None]).sum(2) / visible.sum(2, keepdim=True)
-        return model.pool(mean).type_as(mean)            # float32, also under autocast
+        return self.pool(mean).type_as(mean)             # float32, also under autocast
 
-    def spell(self, model, states, chunks):
+    def spell(self, states, chunks):
         """(B, C, D) states, the (B, C, L) chunks that they predict -> logits (B, C, L, V). Slot j
         reads the state and, if `causal`, the symbols before it; never its own or later ones."""
-        x = model.spread(states).type_as(states).unflatten(2, (self.slots, -1))    # a vector per slot
+        x = self.spread(states).type_as(states).unflatten(2, (self.slots, -1))    # a vector per slot
         if self.causal:
-            before = model.wte(chunks[:, :, :-1])
+            before = self.wte(chunks[:, :, :-1])
             x = x + F.pad(before, (0, 0, 1, 0))          # slot j gets symbol j - 1, slot 0 none
-        h = model.decoder(x, causal=self.causal)         # (B, C, L, d)
-        logits = F.linear(h, model.wte.weight)
+        h = self.decoder(x, causal=self.causal)          # (B, C, L, d)
+        logits = F.linear(h, self.wte.weight)
         possible = torch.zeros(logits.shape[2:], dtype=torch.bool, device=logits.device)    # (L, V)
         possible[:-1, :self.end_of_chunk] = True         # bytes, in all slots but the last
         possible[1:, self.end_of_chunk] = True           # no chunk is empty
         possible[0, self.end_of_text] = True             # a chunk by itself
         return logits.masked_fill(~possible, -math.inf)
 
-    def embed(self, model, idx, cache):
+    def embed(self, idx, cache):
         """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
         chunks before chunk c, and spells chunk c. If a cache holds the start: (B, C, D)."""
         whole = self.cut(idx)[:, :-1]
-        x = [] if cache else [model.start.expand(len(idx), 1, -1)]
+        x = [] if cache else [self.start.expand(len(idx), 1, -1)]
         if whole.size(1):
-            x.append(self.encode(model, whole))
+            x.append(self.encode(whole))
         return torch.cat(x, 1)
 
-    def logits(self, model, states, idx):
+    def logits(self, states, idx):
         """(B, T + 1, V) logits of symbols 0 to T. forward skips those of symbol 0."""
-        return self.spell(model, states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
+        return self.spell(states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
 
-    def loss(self, model, states, idx, targets, reduction):
-        logits = self.logits(model, states, idx)[:, 1:].flatten(0, 1)
+    def loss(self, states, idx, targets, reduction):
+        logits = self.logits(states, idx)[:, 1:].flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
         return loss.view_as(targets) if reduction == 'none' else loss
-
-    def pad_ended(self, chunk, new):
-        """In generate: rows whose chunk has ended go on with padding instead of `new`."""
-        ended = (chunk == self.end_of_chunk) | (chunk == self.end_of_text)
-        return new.masked_fill(ended.any(1, keepdim=True), self.padding)
 
 
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
@@ -166,10 +160,10 @@ class Transformer(nn.Module):
         group = c.share_group or c.n_layer               # how many layers in a row share
         self.per_attention = group if c.share == 'all' else 1    # layers that use one attention
         self.per_ffn = 1 if c.share == 'none' else group
-        n_attention = math.ceil(c.n_layer / self.per_attention)
+        n_att = math.ceil(c.n_layer / self.per_attention)
         n_ffn = math.ceil(c.n_layer / self.per_ffn)
-        self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_attention))
-        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_attention))
+        self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
+        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # before the FFN
         self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
         shared = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}        # for their shapes alone
         if c.share == 'all':
@@ -180,13 +174,13 @@ class Transformer(nn.Module):
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
         self.dropout = Dropout(c.dropout)
 
-    def layers(self, x, mix):
-        """(B, T, D) -> final-norm states (B, T, D). mix(q, k, v, layer) computes the attention."""
+    def run_layers(self, x, attend_in):
+        """(B, T, D) -> final-norm states, as many. attend_in(layer, q, k, v) computes the attention."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
             adapters = self.adapters[i] if self.adapters else {}
-            x = x + self.dropout(self.attention[a](x, adapters, mix, i))
+            x = x + self.dropout(self.attention[a](x, adapters, attend_in, i))
             x = x + self.dropout(self.ffn[f](self.norm[a](x), adapters))
         return self.norm_f(x)
 
@@ -246,10 +240,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d, sum(self.counts) * (d // n_head), bias=False)
         self.proj = nn.Linear(d, d, bias=False)
 
-    def forward(self, x, adapters, mix, layer):
+    def forward(self, x, adapters, attend_in, layer):
         y = adapted(self.qkv, self.norm(x), adapters, 'qkv').view(*x.shape[:2], sum(self.counts), -1)
         q, k, v = y.transpose(1, 2).split(self.counts, 1)    # each (B, heads, T, d)
-        y = mix(q, k, v, layer)
+        y = attend_in(layer, q, k, v)
         return adapted(self.proj, y.transpose(1, 2).flatten(2), adapters, 'proj')
 
 
@@ -275,9 +269,9 @@ class ChunkTransformer(Transformer):
         self.position = nn.Parameter(torch.empty(config.byte_limit + 1, d))
 
     def forward(self, x, mask=None, causal=False):       # x is (B, C, L, d)
-        def mix(q, k, v, layer):
+        def attend_in(layer, q, k, v):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.layers((x + self.position).flatten(0, 1), mix).view_as(x)
+        return self.run_layers((x + self.position).flatten(0, 1), attend_in).view_as(x)
 
 
 class Dropout(nn.Module):
@@ -307,42 +301,46 @@ def attend_scheduled(q, k, v, dropout):
 
 # ---- The model -----------------------------------------------------------------------------------
 
-class TokenEnds:
+class TokenEnds(nn.Module):
     """Turns tokens into the core's input, and the core's states into logits."""
-    def __init__(self, model):
+    def __init__(self, config):
+        super().__init__()
         self.slots = 1
         self.n_start = 0
-        model.wte = nn.Embedding(model.config.vocab_size, model.config.n_embd)    # also the head
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)    # also the head
 
-    def embed(self, model, idx, cache):
-        return model.wte(idx)
+    def embed(self, idx, cache):
+        return self.wte(idx)
 
-    def logits(self, model, states, idx):
-        return F.linear(states, model.wte.weight)
+    def logits(self, states, idx):
+        return F.linear(states, self.wte.weight)
 
-    def loss(self, model, states, idx, targets, reduction):
-        return head_loss(states, model.wte.weight, targets, reduction)    # cross-entropy of logits
-
-    def pad_ended(self, chunk, new):
-        return new
+    def loss(self, states, idx, targets, reduction):
+        return head_loss(states, self.wte.weight, targets, reduction)    # cross-entropy of logits
 
 
 class STLM(Transformer):
     def __init__(self, config):
         super().__init__(config)
-        self.ends = ByteEnds(self) if config.byte_limit else TokenEnds(self)
+        self.ends = ByteEnds(config) if config.byte_limit else TokenEnds(config)
         self.init_weights()
+
+    @property
+    def wte(self):                                       # here the tools look for it, in every model
+        return self.ends.wte
 
     def init_weights(self):
         """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start at
         zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool
         and spread return vectors as large as the embeddings of the core and of the decoder."""
         c = self.config
-        size_out = {'pool.weight': 0.02, 'spread.weight': 1 / math.sqrt(c.byte_embd)}
+        size_out = {'ends.pool.weight': 0.02, 'ends.spread.weight': 1 / math.sqrt(c.byte_embd)}
+        if c.byte_limit:
+            nn.init.normal_(self.ends.start, std=0.02)
         for name, p in self.named_parameters():
-            if 'norm' in name:
-                continue                                 # the gains are ones already
-            narrow = c.byte_limit and name.startswith(('wte', 'encoder', 'decoder'))
+            if p.dim() == 1:
+                continue                                 # start is done; the gains are ones already
+            narrow = c.byte_limit and name.startswith(('ends.wte', 'ends.encoder', 'ends.decoder'))
             std = 1 / math.sqrt(p.size(-1)) if narrow else 0.02
             if name in size_out:
                 std = size_out[name] / math.sqrt(p.size(-1))
@@ -353,8 +351,7 @@ class STLM(Transformer):
             nn.init.normal_(p, std=std)
 
     def set_dropout(self, p):
-        """train.py calls this at every step of a schedule (section 5.5). `early`: dropout, then none,
-        against underfitting; `late`: none, then dropout, against overfitting."""
+        """train.py calls this at every step of a schedule, such as early or late (section 5.5)."""
         self.dropout.constant = None
         self.dropout.p.fill_(p)
 
@@ -362,12 +359,12 @@ class STLM(Transformer):
         """(B, T, D) vectors of tokens or chunks -> final-norm states (B, T, D)."""
         past = cache[0][0].size(2) if cache else 0
         dropout = self.dropout.constant if self.training else 0.0
-        def mix(q, k, v, layer):
+        def attend_in(layer, q, k, v):
             q, k = rope(q, past), rope(k, past)
             if dropout is None and cache is None:        # training under a schedule
                 return attend_scheduled(q, k, v, self.dropout)
             return attend(q, k, v, cache, layer, dropout or 0.0)
-        return self.layers(x, mix)
+        return self.run_layers(x, attend_in)
 
     def read(self, idx, cache):
         """(B, T) ids -> the core's states: one per token, or one for the start and one per whole chunk."""
@@ -377,7 +374,7 @@ class STLM(Transformer):
         length = past + idx.size(1)
         if length > self.config.block_size:
             raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
-        return self.core(self.ends.embed(self, idx, cache), cache)
+        return self.core(self.ends.embed(idx, cache), cache)
 
     def features(self, idx, cache=None):
         """(B, T) ids -> final-norm states (B, T, D): for each symbol, the one that spells the next."""
@@ -387,8 +384,8 @@ class STLM(Transformer):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         states = self.read(idx, cache)
         if targets is None:
-            return self.ends.logits(self, states, idx)[:, self.ends.n_start:], None, {}
-        return None, self.ends.loss(self, states, idx, targets, reduction), {}
+            return self.ends.logits(states, idx)[:, self.ends.n_start:], None, {}
+        return None, self.ends.loss(states, idx, targets, reduction), {}
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -405,17 +402,20 @@ class STLM(Transformer):
                     cache = []
                     done = whole - max(1, limit // 2)
                 unread = idx[:, done * slots:whole * slots]
-                state = self.core(self.ends.embed(self, unread, cache), cache)[:, -1:]
+                state = self.core(self.ends.embed(unread, cache), cache)[:, -1:]
                 done = whole
             chunk = idx[:, whole * slots:]               # the unfinished one; empty for tokens
-            logits = self.ends.logits(self, state, chunk)[:, -1].float()
+            logits = self.ends.logits(state, chunk)[:, -1].float()
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
             new = logits.argmax(-1, keepdim=True)
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
-            idx = torch.cat((idx, self.ends.pad_ended(chunk, new)), 1)
+            if slots > 1:                                # a chunk that has ended gets only padding
+                ended = (chunk >= self.ends.end_of_chunk).any(1, keepdim=True)
+                new = new.masked_fill(ended, self.ends.padding)
+            idx = torch.cat((idx, new), 1)
         return idx
 
     def routes(self, idx):

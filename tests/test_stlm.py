@@ -38,7 +38,7 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
     model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            joint = name in ('start', 'pool.weight', 'spread.weight')
+            joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
             p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
 
@@ -163,28 +163,29 @@ def small(part, x, reads):
 
 def oracle(model, idx):
     """-> logits (B, T, V)."""
-    c, wte = model.config, model.wte.weight
+    c, ends = model.config, model.ends
+    wte = ends.wte.weight
     if not c.byte_limit:
         states = [core(model, [wte[i] for i in row]) for row in idx]
         return torch.stack([torch.stack([wte @ h for h in row]) for row in states])
     L, V, d = c.byte_limit + 1, c.vocab_size, c.byte_embd
     rows = []
     for row in idx.tolist():
-        T, vectors = len(row), [model.start]
+        T, vectors = len(row), [ends.start]
         for i in range(0, T - L + 1, L):                 # whole chunks
             read = [s for s in row[i:i + L] if s != V - 1]
-            h = small(model.encoder, [wte[s] for s in read], lambda t: range(len(read)))
-            vectors.append(model.pool.weight @ (sum(h) / len(h)))
+            h = small(ends.encoder, [wte[s] for s in read], lambda t: range(len(read)))
+            vectors.append(ends.pool.weight @ (sum(h) / len(h)))
         logits = []
         for n, state in enumerate(core(model, vectors)):
             known = row[n * L:(n + 1) * L]
             spelled = min(L, len(known) + 1)
-            x = [model.spread.weight[j * d:(j + 1) * d] @ state for j in range(L)]
+            x = [ends.spread.weight[j * d:(j + 1) * d] @ state for j in range(L)]
             if c.decoder == 'parallel':
-                out = small(model.decoder, x, lambda t: range(L))
+                out = small(ends.decoder, x, lambda t: range(L))
             else:
                 x = [v if j == 0 else v + wte[known[j - 1]] for j, v in enumerate(x[:spelled])]
-                out = small(model.decoder, x, lambda t: range(t + 1))
+                out = small(ends.decoder, x, lambda t: range(t + 1))
             for j in range(spelled):
                 may = [*range(V - 3)] if j < L - 1 else []
                 may += [V - 3] if j > 0 else [V - 2]
@@ -235,10 +236,9 @@ def test_sizes_of_the_paper():
         total, active = STLM(STLMConfig()).count_params()
         model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
     assert total == active and abs(total / 55.9e6 - 1) < 0.002
-    outer = ('wte', 'encoder', 'decoder', 'pool', 'spread', 'start')
     parts = Counter()
     for name, p in model.named_parameters():
-        parts[name.split('.')[0] in outer] += p.numel()
+        parts[name.startswith('ends.')] += p.numel()
     table = 50257 * 512
     assert parts[True] < 0.1 * table and round(100 - 100 * parts[True] / table) == 93
     assert parts[False] == total - table                 # the core is the baseline's
@@ -275,11 +275,12 @@ def test_initialisation():
             if 'norm' in name or '.up.' in name:
                 assert (p == ('norm' in name)).all(), name
                 continue
-            narrow = name.startswith(('wte', 'encoder', 'decoder'))
+            narrow = name.startswith(('ends.wte', 'ends.encoder', 'ends.decoder'))
             std = p.size(-1) ** -0.5 if narrow else 0.02
             if ('.proj.' in name or '.down.' in name) and 'adapters' not in name:
                 std /= math.sqrt(2 * (2 if narrow else 4))
-            std = {'pool.weight': 0.02 / 128 ** 0.5, 'spread.weight': 1 / math.sqrt(128 * 256)}.get(name, std)
+            joints = {'ends.pool.weight': 0.02 / 128 ** 0.5, 'ends.spread.weight': 1 / math.sqrt(128 * 256)}
+            std = joints.get(name, std)
             assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
     plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
     adapted = STLM(STLMConfig(**SMALL, share='all', lora_rank=2))
