@@ -1,5 +1,5 @@
 """The byte-level Super Tiny model on the toy stories, in chunks of at most 8 bytes.
---decoder=parallel is the paper's decoder."""
+--decoder=parallel is the paper's decoder, as we read it."""
 model = 'stlm'
 data = 'toy_bytes'
 

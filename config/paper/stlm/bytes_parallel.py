@@ -1,4 +1,4 @@
-"""Section 5.2: the byte-level model with the paper's decoder: all bytes of a chunk at once.
+"""Section 5.2: the byte-level model that decodes all bytes of a chunk at once, as we read the paper.
 
     python prepare.py simplewiki --name simplewiki_chunks --chunks
     python train.py config/paper/stlm/bytes_parallel.py
