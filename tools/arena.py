@@ -3,7 +3,7 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
     python -m tools.arena config/arena/*.py                          # track toy: a laptop
     python -m tools.arena config/arena/*.py --track baby             # BabyLM-style text: one GPU
-    python -m tools.arena config/arena/moep.py --sweep learning_rate=3e-4,1e-3,3e-3
+    python -m tools.arena moep --sweep learning_rate=3e-4,1e-3,3e-3  # config/arena/toy/moep.py
     python -m tools.arena --table                                    # only make the tables again
 
 An entry is a config: config/arena/NAME.py for the track baby, config/arena/toy/NAME.py for toy. Or
@@ -22,11 +22,11 @@ from plumbing.cli import Parser, UserError, between, parse_json, run_main, write
 from plumbing.models import ROOT
 from plumbing.settings import read_config, read_settings
 from tools.entries import began_as, check_kept, find_entries, identify, read_kept, read_run
-from tools.leaderboard import MODES, TRACKS, classes, read_results, show, show_sweep
+from tools.leaderboard import MODES, SEEDS, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
 FIXED = ('model', 'data', 'data_dir', 'seed', 'out_dir', 'init_from', 'resume', 'overwrite', 'epochs',
-         'max_iters', 'epoch_words', 'seq_len', 'block_size')     # by the rules, or by the arena
+         'max_iters', 'epoch_words', 'seq_len', 'block_size', 'eval_data', 'eval_tokens')
 
 
 # ---- Running ------------------------------------------------------------------------------------
@@ -52,7 +52,6 @@ def train(stages, entry, out, seed, data_dir, setting=None):
     the logs say. A stage that starts from earlier ones finds them beside itself. With a setting: a
     third of the steps."""
     found = []
-    entry = began_as(out) or entry                       # code may have changed since then
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / 'entry.json', entry)                # what is resumed, should it be killed
     for config in stages:
@@ -118,20 +117,20 @@ def race(entries, args):
     """Every entry with the first seed, then with the next -> what failed. The others go on."""
     results, runs = args.results / args.track, args.out / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
-    failed = []
-    left = []
-    new = []
+    failed, left, new = [], [], []
     for name, stages in entries.items():
         entry = identify(stages)
         made = []
-        for seed in range(1, args.seeds + 1):
+        more = []
+        for seed in range(1, SEEDS + 1):                 # the tables show all that there are
             file, out = results / f'{name}_{seed}.json', runs / f'{name}_{seed}'
             made += [read_kept(file), began_as(out)]
-            if not file.exists():
-                left.append((seed, name, entry, file, out))
-        check_kept(entry, made, f'{results}/{name}_?.json and {runs}/{name}_?')
+            if seed <= args.seeds and not file.exists():
+                more.append((seed, name, entry, file, out))
+        check_kept(entry, made, more, f'{results}/{name}_?.json and {runs}/{name}_?')
         if not any(made):
             new.append(name)
+        left += more
     left.sort(key=lambda run: run[0])                    # by seed, else in this order
     if left:
         need_data(args)
@@ -158,39 +157,48 @@ def race(entries, args):
     return failed
 
 
+def split_values(text):
+    """At the commas outside of brackets: dict(a=1,b=2),dict(a=3,b=4) are two values."""
+    values = ['']
+    depth = 0
+    for letter in text:
+        depth += (letter in '([{') - (letter in ')]}')
+        if letter == ',' and depth == 0:
+            values.append('')
+        else:
+            values[-1] += letter
+    return values
+
+
 def sweep(entries, args):
     """One seed and a third of the steps for each value of a setting -> what failed."""
     key, _, values = args.sweep.partition('=')
     key = key.replace('-', '_')
     if key in FIXED:
         raise UserError(f'{key} cannot be swept: it is the same for all entries')
-    need_data(args)
     wanted = {}                                          # each once: 2e-3 and 0.002 are the same
     for stages in entries.values():
-        for value in values.split(','):                  # what is mistyped ends it here
+        for value in split_values(values):               # what is mistyped ends it here
             s, _, keys = read_settings([str(stages[-1]), f'--{key}={value}'])
             wanted[f'{key}={(vars(s) | keys)[key]}'] = None
+    need_data(args)
     failed = []
     runs = args.out / args.track / 'sweeps'
     for name, stages in entries.items():
         file = args.results / args.track / 'sweeps' / f'{name}.json'
         found = read_kept(file)
         entry = identify(stages, key)
-        made = []
-        for setting in wanted:
-            made += [found.get(setting, {}), began_as(runs / f'{name}_{setting}')]
-        check_kept(entry, made, f'{file} and {runs}/{name}_{key}=*')
-        is_new = not found and not any(made)
-        if is_new and (fault := find_fault(name, stages, args.track)):
+        made = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
+        made += [began_as(runs / f'{name}_{setting}') for setting in wanted]
+        left = [setting for setting in wanted if setting not in found]
+        check_kept(entry, made, left, f'{file} and {runs}/{name}_{key}=*')
+        if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):
             failed.append(fault)
             continue
-        for setting in wanted:
-            if setting in found:
-                continue
+        for setting in left:
             print(f'\n==== {name}, {setting}', flush=True)
             try:
-                out = runs / f'{name}_{setting}'
-                _, result = train(stages, entry, out, 1, args.data_dir, setting)
+                _, result = train(stages, entry, runs / f'{name}_{setting}', 1, args.data_dir, setting)
             except UserError as error:
                 failed.append(f'{name} with {setting}: {error}')
                 continue
@@ -205,9 +213,9 @@ def sweep(entries, args):
 
 def read_arguments():
     parser = Parser(__doc__)
-    parser.add_argument('entries', nargs='*', type=Path, help='configs, or folders of stages')
+    parser.add_argument('entries', nargs='*', type=Path, help='names, configs, or folders of stages')
     parser.add_argument('--track', choices=TRACKS, default='toy', help='which race')
-    parser.add_argument('--seeds', type=between(1, 100), default=3, help='how many: 1, 2, ...')
+    parser.add_argument('--seeds', type=between(1, SEEDS), default=3, help='how many: 1, 2, ...')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a short run for each value')
     parser.add_argument('--table', action='store_true', help='run nothing')
     parser.add_argument('--out', type=Path, default=Path('out/arena'), help='where the runs go')
@@ -224,8 +232,9 @@ def read_arguments():
 def main():
     args = read_arguments()
     entries = find_entries(args.entries, args.track)
-    known = {track: read_results(track, args.results) for track in TRACKS}   # a broken one is an error
-    if args.table and not known[args.track]:
+    for track in TRACKS:                                 # what is broken is told before any work
+        read_results(track, args.results)
+    if args.table and not read_results(args.track, args.results):
         raise UserError(f'{args.results} has no results of the track {args.track}')
     failed = sweep(entries, args) if args.sweep else race(entries, args)
     if not args.sweep:

@@ -1,5 +1,6 @@
 """
-The arena's entries: found, held to the rules, and told from what they were when something was kept.
+Find the arena's entries, check them against the rules, and notice if one has changed since its
+results were saved.
 """
 
 import ast
@@ -18,15 +19,23 @@ from tools.flops import training_flops
 from tools.leaderboard import TRACKS, classes
 
 
+def on_track(path, track):
+    """On the track toy, a config of baby stands for its namesake in toy/."""
+    return path.parent / 'toy' / path.name if track == 'toy' and path.parent.name != 'toy' else path
+
+
 def find_entries(paths, track):
-    """{name: its stages}. On the track toy, a config of baby stands for its namesake in toy/."""
+    """{name: its stages}. A name alone is that of a config, or of a folder, in config/arena."""
     entries = {}
     for given in paths:
-        path = given
+        is_name = given.name == str(given) and not given.suffix
+        if is_name and not (given.exists() or on_track(given, track).exists()):
+            given = Path('config/arena', given)
+            if not on_track(given, track).is_dir():
+                given = given.with_suffix('.py')
+        path = on_track(given, track)
         if given.is_dir() and (given.name == 'toy' or (given / 'toy').is_dir()):
             raise UserError(f'{given} is a folder of entries, not an entry: name those in it, {given}/*.py')
-        if track == 'toy' and given.parent.name != 'toy':
-            path = given.parent / 'toy' / given.name
         if given.exists() and not path.exists():
             if given.is_file():
                 read_config(given)                       # a model file is not a config: it says so
@@ -58,6 +67,8 @@ def check_entry(config, earlier, alone, track):
     if {*trained, *scored} != {rules['data']}:
         raise UserError(f"{config} reads {', '.join({*trained, *scored})}; "
                         f"the track {track} reads {rules['data']} alone")
+    if s.eval_tokens:
+        raise UserError(f'{config} sets eval_tokens; the arena scores all of the validation text')
     starts = [s.init_from] if isinstance(s.init_from, str) else s.init_from or []
     for start in starts:
         if Path(start).name not in [stage.stem for stage in earlier]:
@@ -156,13 +167,14 @@ def began_as(run):
     return read_kept(run / 'entry.json') if any(run.rglob('ckpt.pt')) else {}
 
 
-def check_kept(entry, made, where):
-    """An entry may have been changed since its results and runs were made. With another config that
-    is an error; with other code they are taken up again, but a line says so. (Older ones have no
-    checksum.)"""
-    differs = lambda key: any(each.get(key, entry[key]) != entry[key] for each in made)
-    if differs('configs'):
-        raise UserError(f'the config was another when {where} were made: delete what there is of '
-                        'them, or give the new config a name of its own')
-    if differs('checksum'):
-        print(f'the code was another when {where} were made; to run the entry again, delete them')
+def check_kept(entry, made, left, where):
+    """An entry may have changed since its results and runs were made. What is left to run would then
+    be mixed with them: an error. If nothing is left, a change of code is only told. (Older ones have
+    no checksum.)"""
+    for key, what in dict(configs='config', checksum='code').items():
+        if all(each.get(key, entry[key]) == entry[key] for each in made):
+            continue
+        changed = f'the {what} has changed since {where} were made'
+        if left or key == 'configs':
+            raise UserError(f'{changed}: delete those files, or rename the config')
+        print(f'{changed}; to run the entry again, delete those files')

@@ -17,6 +17,7 @@ TRACKS = dict(                           # FLOPs: of training; within: how far f
 CLASSES = dict(parameters='Equal parameters', flops_per_token='Equal FLOPs per token')
 DENSE = ('strong', 'strong_muon', 'gpt2')     # the best of these is the dense entry of a class
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
+SEEDS = 100                              # of an entry, at most
 SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
           'bits_per_byte', *MODES)
 SURE = 0.01                              # a difference counts if p is less
@@ -24,7 +25,7 @@ SURE = 0.01                              # a difference counts if p is less
 
 def classes(count, track):
     """The classes that an entry is in: one, both, or none. Its tokens, once they are known, have to be
-    those of the track, give or take a tenth: another tokenizer counts otherwise."""
+    those of the track within a tenth, since babylm may be prepared with another tokenizer."""
     rules = TRACKS[track]
     if abs(count.get('tokens', rules['tokens']) / rules['tokens'] - 1) > 0.1:
         return []
@@ -89,7 +90,7 @@ def verdict(mine, dense):
         return 'one seed: no test'
     p = welch(mine, dense)
     word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
-    return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # .2g: 0.00998 would read 0.01
+    return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # 3 digits: 0.00998 is not yet 0.01
 
 
 def table(track, key, results):

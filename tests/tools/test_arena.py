@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,6 @@ max_iters = 6
 batch_size = 2
 learning_rate = 1e-2
 log_interval = 1
-eval_tokens = 64
 save_interval = 2
 sample_tokens = 2
 """
@@ -42,7 +42,6 @@ init_from = ['out/1_path', 'out/2_path']
 surgery = 'compose'
 max_iters = 3
 batch_size = 2
-eval_tokens = 64
 log_interval = 1
 sample_tokens = 2
 """
@@ -56,7 +55,11 @@ def track(tmp_path, data_dir, monkeypatch):
     for key, value in dict(parameters=17e3, within=0.2, window=32, tokens=6 * 2 * 32).items():
         monkeypatch.setitem(leaderboard.TRACKS['toy'], key, value)
     (tmp_path / 'data' / 'toy_blimp').mkdir(parents=True)
-    (tmp_path / 'data' / 'toy_stories').symlink_to(data_dir / 'toy_stories')
+    stories = shutil.copytree(data_dir / 'toy_stories', tmp_path / 'data/toy_stories')
+    meta = json.loads((stories / 'meta.json').read_text())
+    meta['splits']['val']['tokens'] = 64                 # entries are scored on all of it
+    (stories / 'meta.json').write_text(json.dumps(meta))
+    os.truncate(stories / 'val.bin', 2 * 64)
     pair = dict(sentence_good='The dog is happy.', sentence_bad='The dog are happy.')
     (tmp_path / 'data/toy_blimp/pairs.jsonl').write_text(json.dumps(pair) + '\n')
     (tmp_path / 'toy').mkdir()
@@ -164,7 +167,8 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     config.write_text('# only a comment\n' + TINY)
     go('mine.py', '--seeds=1')
     config.write_text(TINY.replace('1e-2', '1e-3'))
-    refused = 'the config was another when r/toy/mine_?.json and out/arena/toy/mine_? were made: delete'
+    refused = ('the config has changed since r/toy/mine_?.json and out/arena/toy/mine_? were made: '
+               'delete those files, or rename the config')
     assert refused in go('mine.py', code=2).stderr
     (tmp_path / 'r/toy/mine_1.json').unlink()
     assert refused in go('mine.py', '--seeds=1', code=2).stderr
@@ -198,29 +202,63 @@ class A:
     name = f"# {'a'!r}"'''
 
 
-def test_changed_code_is_told(track, go, tmp_path, monkeypatch):
-    """Also that of a file it imports. Results stay, with a line about it; a comment is no change."""
+@pytest.fixture
+def code(track, tmp_path, monkeypatch):
+    """A file that the model of an entry imports."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
     (tmp_path / 'moep.py').write_text('from arena.parts import x\nimport torch\nfrom math import pi\n')
     code = tmp_path / 'arena/parts.py'
     code.parent.mkdir()
     code.write_text('x = 1\n')
+    return code
+
+
+CODE_CHANGED = 'the code has changed since r/toy/mine_?.json and out/arena/toy/mine_? were made'
+
+
+def test_changed_code_is_told(track, go, code):
+    """If nothing is left to run, results stay, with a line about it; a comment is no change."""
     go('mine.py', '--seeds=2')
     go('mine.py', '--sweep=learning_rate=1e-3')
     code.write_text('"""Parts."""\nx = 1    # one\n')
     assert 'code' not in go('mine.py', '--seeds=2').stdout
     code.write_text('x = 2\n')
-    told = 'the code was another when r/toy/mine_?.json and out/arena/toy/mine_? were made; to run the'
-    assert go('mine.py', '--seeds=2').stdout.count(told) == 1
-    assert 'the code was another' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
+    assert go('mine.py', '--seeds=2').stdout.count(f'{CODE_CHANGED}; to run the entry again') == 1
+    assert 'the code has changed' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
     assert len(track) == 7
-    (tmp_path / 'r/toy/mine_1.json').unlink()            # its run is taken up again, and remembers
-    for _ in range(2):
-        assert told in go('mine.py', '--seeds=1').stdout
+
+
+def test_other_code_is_not_mixed(track, go, code, tmp_path):
+    """Neither with seeds that have run, asked for or not, nor with a run that was interrupted."""
+    refused = f'{CODE_CHANGED}: delete those files, or rename the config'
+    go('mine.py', '--seeds=2')
+    code.write_text('x = 2\n')
+    assert refused in go('mine.py', '--seeds=3', code=2).stderr
+    for path in (tmp_path / 'r/toy/mine_1.json', *tmp_path.glob('out/arena/toy/mine_1/ckpt*')):
+        path.unlink()
+    assert refused in go('mine.py', '--seeds=1', code=2).stderr          # there is seed 2
+    (tmp_path / 'r/toy/mine_2.json').unlink()            # its run is still there
+    assert refused in go('mine.py', '--seeds=2', code=2).stderr
+    assert track == scripts(('mine', 'mine_1'), ('mine', 'mine_2'))
+    shutil.rmtree(tmp_path / 'out/arena/toy/mine_2')
+    go('mine.py', '--seeds=1')
+
+
+def test_other_code_is_not_mixed_in_a_sweep(track, go, code, tmp_path):
+    refused = ('the code has changed since r/toy/sweeps/mine.json and '
+               'out/arena/toy/sweeps/mine_learning_rate=* were made: delete those files, or rename')
+    go('mine.py', '--sweep=learning_rate=1e-3')
+    code.write_text('x = 2\n')
+    assert refused in go('mine.py', '--sweep=learning_rate=1e-3,3e-3', code=2).stderr
+    assert refused in go('mine.py', '--sweep=learning_rate=3e-3', code=2).stderr
+    assert len(track) == 1
+    go('mine.py', '--sweep=weight_decay=0.1')            # no value of it was made before
+    (tmp_path / 'r/toy/sweeps/mine.json').unlink()       # the run is still there
+    assert refused in go('mine.py', '--sweep=learning_rate=1e-3', code=2).stderr
 
 
 def test_older_results_have_no_checksum(capsys):
-    entries.check_kept(dict(configs=[1], checksum=2), [dict(configs=[1]), {}], 'there')
+    entries.check_kept(dict(configs=[1], checksum=2), [dict(configs=[1]), {}], ['a run'], 'there')
     assert capsys.readouterr().out == ''
 
 
@@ -415,6 +453,19 @@ def test_a_sweep(track, go, tmp_path):
     assert len(track) == 3
 
 
+def test_a_sweep_of_what_has_commas(track, go, tmp_path):
+    """They part values only outside of brackets."""
+    assert arena.split_values('[(1,2),{3}],a,') == ['[(1,2),{3}]', 'a', '']
+    go('mine.py', '--sweep=checkpoint_words=[1e5,2e5],[3e5]')
+    kept = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())
+    assert [*kept] == ['checkpoint_words=[100000.0, 200000.0]', 'checkpoint_words=[300000.0]']
+
+
+def test_values_are_read_before_data_is_made(track, go, tmp_path):
+    assert "'abc'" in go('mine.py', '--data_dir=none', '--sweep=learning_rate=1e-3,abc', code=2).stderr
+    assert not (tmp_path / 'none').exists()
+
+
 @pytest.mark.parametrize('losses, told', [
     ({'0.002': 2.0, '0.004': 1.5, '0.008': 1.0}, 'mine the highest is the best: try also rate=0.016'),
     ({'0.002': 1.0, '0.004': 2.0, '1e-05': 0.5}, 'mine the lowest is the best: try also rate=5e-06'),
@@ -428,6 +479,20 @@ def test_a_sweep_whose_best_is_at_an_end(capsys, losses, told):
     assert ' '.join(capsys.readouterr().out.splitlines()[-1].split()) == told
 
 
+# ---- Names ------------------------------------------------------------------------------------------
+
+
+def test_an_entry_by_its_name(monkeypatch):
+    """In config/arena, or in toy/ there; a config, or a folder of stages."""
+    monkeypatch.chdir(ROOT)
+    found = entries.find_entries([Path('moep'), Path('selfmoe_gates')], 'toy')
+    assert found['moep'] == [Path('config/arena/toy/moep.py')]
+    assert {stage.parent for stage in found['selfmoe_gates']} == {Path('config/arena/toy/selfmoe_gates')}
+    found = entries.find_entries([Path('moep'), Path('selfmoe_gates')], 'baby')
+    assert found['moep'] == [Path('config/arena/moep.py')]
+    assert {stage.parent for stage in found['selfmoe_gates']} == {Path('config/arena/selfmoe_gates')}
+
+
 # ---- Mistakes -----------------------------------------------------------------------------------
 
 
@@ -439,6 +504,10 @@ def test_a_sweep_whose_best_is_at_an_end(capsys, losses, told):
     (['model.py'], 'model.py'),
     (['mine.py', '--sweep=learning_rate=1e-3,abc'], "'abc'"),
     (['none.py'], 'there is no config file toy/none.py'),
+    (['none'], 'there is no config file config/arena/toy/none.py'),
+    (['none', '--track=baby'], 'there is no config file config/arena/none.py'),
+    (['part.py'], 'toy/part.py sets eval_tokens; the arena scores all of the validation text'),
+    (['mine.py', '--sweep=eval_tokens=64'], 'eval_tokens cannot be swept'),
     (['empty'], 'a config for each stage'),
     (['toy'], 'toy is a folder of entries, not an entry: name those in it, toy/*.py'),
     (['other'], 'other is a folder of entries, not an entry: name those in it, other/*.py'),
@@ -468,6 +537,7 @@ def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
     (tmp_path / 'toy/empty').mkdir()
     (tmp_path / 'model.py').write_text('import torch\n\nclass Model:\n    pass\n')
     for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
+                           ('part', 'n_layer = 1', 'n_layer = 1\neval_tokens = 64'),
                            ('wrong', 'n_embd', 'n_embed'), ('short', '32', '16'),
                            ('long', 'max_iters = 6', 'max_iters = 7'), ('../only_baby', '', ''),
                            ('scored', 'n_layer = 1', "n_layer = 1\neval_data = 'toy_math'"),
