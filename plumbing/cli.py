@@ -122,13 +122,14 @@ def check_writable(path):
     """Called before the work whose result goes there."""
     if not path:
         return
-    is_lost = os.path.islink(path) and not os.path.exists(path)          # a link that leads nowhere
-    is_device = os.path.exists(path) and not os.path.isfile(path)
-    folder = os.path.dirname(os.path.realpath(path))
-    may_write = is_device or os.path.isdir(folder) and os.access(folder, os.W_OK)
-    if is_lost or os.path.isdir(path) or not may_write:
-        raise UserError(f'{path} cannot be written: it is a folder or a broken link, '
-                        'or its folder does not exist or is not yours to write')
+    folder = os.path.dirname(os.path.realpath(path))     # of a link, where it leads
+    is_device = os.path.exists(path) and not os.path.isfile(path)        # opened, not replaced
+    if os.path.isdir(path):
+        raise UserError(f'{path} cannot be written: it is a folder')
+    if not os.path.isdir(folder):
+        raise UserError(f'{path} cannot be written: there is no folder {folder}')
+    if not os.access(folder, os.W_OK) and not is_device:
+        raise UserError(f'{path} cannot be written: you may not write in {folder}')
 
 
 @contextlib.contextmanager
