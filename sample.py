@@ -11,7 +11,7 @@ import torch
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.machine import Machine
-from plumbing.models import reads_on
+from plumbing.models import reads_past_block_size
 
 
 def cell(tokenizer, i):
@@ -113,7 +113,7 @@ def main():
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()
-            if idx.size(1) > limit and not reads_on(model):
+            if idx.size(1) > limit and not reads_past_block_size(model):
                 print(f'the first {limit} of {idx.size(1)} tokens, '
                       'which is as far as the model sees at once:')
                 idx = idx[:, :limit]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import UserError
-from plumbing.models import build, explain, find_surgery, import_model, make_config, sketch
+from plumbing.models import build, explain, find_surgery, import_model, make_config, model_file, sketch
 from plumbing.plan import check_size
 from plumbing.settings import LARGEST, Settings, fit, sort_keys
 from plumbing.shard import join_rows, merge_trees, shard_files, whole_tensor
@@ -38,26 +38,30 @@ def read_checkpoint(path):
     if not file.is_file():
         raise UserError(f'there is no checkpoint {file}{checkpoint_hint(file.parent)}')
     try:
-        return {**check_parts(add_shards(unpickle(file), file)), 'folder': str(file.parent)}
+        ckpt = check_parts(add_shards(unpickle(file), file))
     except (PermissionError, MemoryError):
         raise
     except Exception as e:
         reason = str(e) if isinstance(e, UserError) else 'truncated, or another format'
         hint = 'try another one in its folder, or train it again with --overwrite'
         raise UserError(f'{file} is not a whole checkpoint of this project ({reason}); {hint}') from None
+    try:
+        module = import_model(ckpt['model'])
+        keys, = sort_keys(ckpt['config'], module.Config)
+        config = asdict(make_config(module, keys))
+    except Exception as e:                               # the model file does not fit
+        raise UserError(f'{file}: {e}') from None
+    return {**ckpt, 'config': config, 'folder': str(file.parent)}
 
 
 def check_parts(ckpt):
-    """The checkpoint, every part of the right type and in range. Raises if one is not."""
+    """The checkpoint, every part but `config` of the right type and in range; raises if not."""
     count_parts(ckpt)
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
     ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, 'token': '', **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
     ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
-    module = import_model(ckpt['model'])
-    keys, = sort_keys(ckpt['config'], module.Config)
-    ckpt['config'] = asdict(make_config(module, keys))
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
@@ -168,10 +172,9 @@ def build_model(ckpt, device='cpu', **changes):
     except UserError:
         fits = False
     if not fits:
-        changed = [k for k, v in changes.items() if v != had.get(k)]
-        listed = [f'{k} = {changes[k]!r} (it has {had.get(k)!r})' for k in changed]
-        other = ', '.join(listed) or 'its own config'
-        raise UserError(f"{ckpt['folder']}: its weights do not fit {ckpt['model']}.py with {other}")
+        changed = [f'{k} = {v!r} (it has {had.get(k)!r})' for k, v in changes.items() if v != had.get(k)]
+        other = ', '.join(changed) or 'its own config'
+        raise UserError(f"{ckpt['folder']}: its weights do not fit {model_file(ckpt['model'])} with {other}")
     model = build(module, keys, device, adapt)
     model.load_state_dict(ckpt['weights'])
     if not is_finite(model):
@@ -229,12 +232,12 @@ def check_start(ckpt, s, operate, corpus):
     """Whether a run can start from this checkpoint."""
     home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, like lora
     is_own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
+    has = f"{ckpt['folder']} holds a model of {model_file(ckpt['model'])}"
     if is_own and ckpt['model'] != home.__name__:
-        raise UserError(f"{s.surgery} rebuilds models of {home.__name__}.py, "
-                        f"but {ckpt['folder']} holds one of {ckpt['model']}.py")
+        raise UserError(f'{s.surgery} rebuilds models of {model_file(home.__name__)}, but {has}')
     if ckpt['model'] != s.model:
-        raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}.py, "
-                        f'but this run trains {s.model}.py: a run starts only from one of the same file')
+        raise UserError(f'{has}, but this run trains {model_file(s.model)}: '
+                        'a run starts only from one of the same file')
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
     if s.overwrite and os.path.realpath(ckpt['folder']) == os.path.realpath(s.out_dir):

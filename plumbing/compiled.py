@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import time
 import types
 import warnings
@@ -53,16 +54,12 @@ def announce(step, machine, name):
     """-> step, which at its first call says that it compiles, and how long it did last time."""
     from torch._inductor.codecache import cache_dir      # two seconds
     file = Path(cache_dir(), f'nanopaths_{name}.txt')    # beside what torch keeps
-    calls = 0
+    calls = itertools.count()
 
     def run(*inputs):
-        nonlocal calls
-        calls += 1
-        if calls > 1:
+        if next(calls) > 0:
             return step(*inputs)
-        last = ' (next time it is faster)'
-        if file.exists():
-            last = f': {file.read_text()} s last time'
+        last = f': {file.read_text()} s last time' if file.exists() else ' (next time it is faster)'
         machine.say(f'compile   the first step waits for it{last}')
         start = time.perf_counter()
         result = step(*inputs)

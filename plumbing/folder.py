@@ -16,6 +16,7 @@ import torch
 
 from plumbing.checkpoint import named_shards, read_checkpoint, unpickle
 from plumbing.cli import UserError, lock, new_file, parse_json
+from plumbing.models import model_file
 from plumbing.shard import is_sharded, rows_like, shard_files, split_tree
 from plumbing.tokenizer import copy_tokenizer
 
@@ -25,8 +26,8 @@ from plumbing.tokenizer import copy_tokenizer
 def check_resume(ckpt, s, model_keys, corpus, machine):
     """A resumed run keeps model, tokenizer and data. Other settings may change, and are printed."""
     if ckpt['model'] != s.model:
-        raise UserError(f"{s.out_dir} holds a model of {ckpt['model']}.py, "
-                        f'but this config trains {s.model}.py')
+        raise UserError(f"{s.out_dir} holds a model of {model_file(ckpt['model'])}, "
+                        f'but this config trains {model_file(s.model)}')
     if 'optimizer' not in ckpt:
         raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
                         'start a new run from it with --init_from')

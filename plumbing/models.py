@@ -17,6 +17,11 @@ from plumbing.cli import UserError
 ROOT = Path(__file__).resolve().parent.parent            # where the model files lie
 
 
+def model_file(name):
+    """moep -> moep.py, arena.mine -> arena/mine.py"""
+    return name.replace('arena.', 'arena/') + '.py'
+
+
 def import_model(name):
     """The module of a model file, NAME or arena.NAME: one that ends with `Config, Model = ...`."""
     mark = '\nConfig, Model ='
@@ -29,11 +34,11 @@ def import_model(name):
         except Exception as e:
             raise UserError(f'{name}: {explain(e)}') from None
     if name in files:
-        raise UserError(f"{name}.py lacks the line 'Config, Model = ...' at its end")
+        raise UserError(f"{model_file(name)} lacks the line 'Config, Model = ...' at its end")
     close = difflib.get_close_matches(name, names, 1)
     top = ', '.join(each for each in names if '.' not in each)
     hint = f'did you mean {close[0]}?' if close else f'there are: {top}, and those in arena/'
-    raise UserError(f'there is no model file {name}.py; {hint}')
+    raise UserError(f'there is no model file {model_file(name)}; {hint}')
 
 
 def make_config(module, keys):
@@ -93,12 +98,12 @@ def explain(error):
 
 
 @torch.no_grad()
-def reads_on(model):
-    """Whether the model has no positions, and reads more than block_size tokens."""
+def reads_past_block_size(model):
+    """Whether `features` reads more than block_size tokens: a model without positions does."""
     device = next(model.parameters()).device
     try:
         model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
-    except ValueError:
+    except (AssertionError, IndexError, RuntimeError, ValueError):       # an assert, a table, a mask
         return False
     return True
 

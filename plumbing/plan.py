@@ -11,7 +11,7 @@ import torch
 
 from plumbing.cli import UserError, short
 from plumbing.data import tokens_at
-from plumbing.models import explain, reads_on, sketch
+from plumbing.models import explain, model_file, reads_past_block_size, sketch
 from plumbing.toy import TOYS
 
 
@@ -119,7 +119,7 @@ def check_model(model, s, data, machine):
         raise
     except Exception as e:
         raise UserError(f'{s.model} with a seq_len of {data.T}: {explain(e)}') from None
-    if s.memory and not reads_on(model):        # cached keys keep the positions they were made with
+    if s.memory and not reads_past_block_size(model):    # cached keys keep their positions
         raise UserError(f'memory needs a model without positions, such as moduleformer: '
                         f'{s.model} cannot read on without end')
     for name, buffer in model.named_buffers():
@@ -131,7 +131,7 @@ def check_model(model, s, data, machine):
         machine.say('note      muon_rate is not used: the optimizer is adamw')
     for name, value in aux.items():
         if not (isinstance(value, torch.Tensor) and value.dim() == 0):
-            raise UserError(f"{s.model}.py: the auxiliary value '{name}' "
+            raise UserError(f"{model_file(s.model)}: the auxiliary value '{name}' "
                             'should be a tensor of one number')
     for name in s.aux_weights:
         if name not in aux:

@@ -19,14 +19,10 @@ GRAMMAR = {}                                             # {section: {key: its a
 for section in parser.sections():
     GRAMMAR[section] = {key: re.split(r' \| |\n', text.strip()) for key, text in parser[section].items()}
 GIRLS, BOYS, WOMEN, MEN = GRAMMAR['people'].values()
-WORDS = GRAMMAR['words']
-LIVING = GRAMMAR['living']
-THINGS = GRAMMAR['things']
+WORDS, LIVING, THINGS, PRONOUNS, SCENES, STORY = (
+    GRAMMAR[name] for name in ('words', 'living', 'things', 'pronouns', 'scenes', 'story'))
 PLACES = list(LIVING)
-PRONOUNS = GRAMMAR['pronouns']
 PRESENT, PLURALS, PAST = (dict(map(str.split, pairs)) for pairs in GRAMMAR['irregular'].values())
-SCENES = GRAMMAR['scenes']
-STORY = GRAMMAR['story']
 PLOTS = [list(steps.values()) for section, steps in GRAMMAR.items() if section.startswith('plot')]
 
 
@@ -97,7 +93,7 @@ def scene(dice, kind, past, place, test=False):
     c = [0, dice.coin()]
     if test:
         b = [a[0], 1 - a[1]] if gender else [1 - a[0], a[1]]
-        past = past or 'anaphor_number' in kind          # a verb in the present would tell the number
+        past = past or 'anaphor_number' in kind          # a present verb would tell the number
     past = past and 'present' not in kind
     living, things = LIVING[place], THINGS[place]
     roles = dict(living=living + WOMEN + MEN, thing=things, any=living + things, place=place)

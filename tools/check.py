@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.models import explain, make_config
+from plumbing.models import explain, make_config, model_file
 from plumbing.settings import read_settings
 
 
@@ -236,7 +236,7 @@ def main():
         raise UserError(f"{' '.join(given)} starts from another run; check builds fresh models")
     slots = keys.get('byte_limit', 0) + 1
     config = make_config(module, dict(vocab_size=256) | keys | dict(block_size=max(2, 48 // slots) * slots))
-    print(f"{name.replace('.', '/')}.py with {' '.join([*given, *extra]) or 'the defaults of its Config'}")
+    print(f"{model_file(name)} with {' '.join([*given, *extra]) or 'the defaults of its Config'}")
     torch.set_num_threads(1)                             # faster at this size
     wrong = 0
     for check in CHECKS if run_check(builds, module, config)[0] == 'ok' else [builds]:

@@ -22,6 +22,7 @@ from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, route_shares, score_batches, tokens_at, val_batches
 from plumbing.machine import Machine
+from plumbing.models import model_file
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -110,7 +111,7 @@ def main():
     machine = Machine(args.device)
     model, ckpt = load_checkpoint(args.run, machine.device)
     if not hasattr(model.config, 'route_every'):
-        raise UserError(f"{args.run} is a run of {ckpt['settings']['model']}.py, not of stlm_depth.py")
+        raise UserError(f"{args.run} is a run of {model_file(ckpt['model'])}, not of stlm_depth.py")
     L = model.config.n_layer
     args.draft_layers = args.draft_layers or range(1, L)
     if max(args.draft_layers) >= L:

@@ -24,7 +24,7 @@ from plumbing.checkpoint import build_model, data_folder, read_checkpoint
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
-from plumbing.models import reads_on
+from plumbing.models import reads_past_block_size
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -61,7 +61,7 @@ def load_longer(run, ckpt, length, device):
 def load_endless(run, ckpt, device):
     """The model as it was trained, if it has no positions: cached keys would keep theirs."""
     model = build_model(ckpt).to(device).eval()
-    if not reads_on(model):
+    if not reads_past_block_size(model):
         raise UserError(f'{run} has positions; --memory needs one without, such as moduleformer')
     return model
 

@@ -12,15 +12,15 @@ merged. When it is written, it is loaded again: its logits and ids must be ours.
 sentences and pauses are not exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from lora import merge_lora
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
-from plumbing.models import ROOT, import_model, reads_on
+from plumbing.cli import (
+    Parser, UserError, new_file, parse_json, read_lines, run_main, write_json)
+from plumbing.models import ROOT, import_model, reads_past_block_size
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
 
 # What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
@@ -112,17 +112,13 @@ def write(path, content):
         file.write(content)
 
 
-def write_json(path, content):
-    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + '\n').encode())
-
-
 def hf_config(model, ckpt):
     """config.json: what our Config says, and the names under which other tools look for sizes."""
     cache = []
     with torch.no_grad():
         states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
     home = 'modeling_nanopaths.Nanopaths'
-    limit = None if reads_on(model) else model.config.block_size
+    limit = None if reads_past_block_size(model) else model.config.block_size
     return dict(
         model_type='nanopaths', architectures=['NanopathsForCausalLM'],
         auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',

@@ -19,7 +19,7 @@ from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import load_bin
 from plumbing.machine import Machine
-from plumbing.models import import_model
+from plumbing.models import import_model, model_file
 from plumbing.tokenizer import load_meta
 
 STORIES = [
@@ -91,7 +91,7 @@ def main():
     model, ckpt = load_checkpoint(args.run, device)
     path_usage = getattr(import_model(ckpt['model']), 'path_usage', None)
     if not path_usage:
-        raise UserError(f"{args.run} holds a model of {ckpt['model']}.py; "
+        raise UserError(f"{args.run} holds a model of {model_file(ckpt['model'])}; "
                         'only a PaPaformer has paths')
     tokenizer = run_tokenizer(ckpt)
     limit = model.config.block_size

@@ -19,7 +19,7 @@ from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import as_tensor, load_bin, score_batches, val_batches
 from plumbing.machine import Machine
-from plumbing.models import import_model
+from plumbing.models import import_model, model_file
 from plumbing.tokenizer import load_tokenizer
 
 # As shares of the largest frequency there can be: 1 of `max`, 1 / top_k of `sum`.
@@ -66,7 +66,7 @@ def main():
     model, ckpt = load_checkpoint(args.run, machine.device)
     module = import_model(ckpt['model'])
     if not hasattr(module, 'prune_experts'):
-        raise UserError(f"{args.run} holds a model of {ckpt['model']}.py; "
+        raise UserError(f"{args.run} holds a model of {model_file(ckpt['model'])}; "
                         'only a ModuleFormer has modules to prune')
     folder = Path(args.data or data_folder(ckpt))
     tokenizer = load_tokenizer(folder)

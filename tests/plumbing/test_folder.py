@@ -50,6 +50,7 @@ def test_what_may_be_resumed(machine, said):
             (dict(surgery_args=dict(n=3)), "was trained with surgery_args = {}, not {'n': 3}"),
             (dict(init_from='out/y'), "was trained with init_from = None, not 'out/y'"),
             (dict(model='stlm'), 'holds a model of moep.py, but this config trains stlm.py'),
+            (dict(model='arena.bias'), 'but this config trains arena/bias.py'),
             (dict(keys=dict(n_embd=16)), 'was trained with n_embd = 8, not 16')]:
         with pytest.raises(UserError, match=message):
             resume(same, **changes)

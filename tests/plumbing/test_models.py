@@ -10,7 +10,7 @@ import moep
 from moep import MoEPConfig
 from plumbing import models
 from plumbing.cli import UserError
-from plumbing.models import find_surgery, import_model, sketch
+from plumbing.models import find_surgery, import_model, reads_past_block_size, sketch
 
 
 def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
@@ -47,6 +47,28 @@ def test_reductions(name):
     assert losses.shape == (2, 4)
     assert torch.allclose(model(x, y, reduction='sum')[1], losses.sum())
     assert torch.allclose(model(x, y)[1], losses.sum() / 6)
+
+
+@pytest.mark.parametrize('limit', ['none', 'raise', 'assert', 'table', 'mask'])
+def test_what_reads_past_its_block_size(limit):
+    """However a model file says that it cannot."""
+    class Model(torch.nn.Module):
+        config = MoEPConfig(block_size=4)
+
+        def __init__(self):
+            super().__init__()
+            self.wpe = torch.nn.Embedding(4, 2)
+
+        def features(self, idx):
+            T = idx.size(1)
+            if limit == 'raise' and T > 4:
+                raise ValueError('too long')
+            assert limit != 'assert' or T <= 4
+            if limit == 'table':
+                self.wpe(torch.arange(T))
+            if limit == 'mask':
+                torch.zeros(T) + torch.zeros(4)[:T]
+    assert reads_past_block_size(Model()) == (limit == 'none')
 
 
 def test_surgeries_by_name():
