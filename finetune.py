@@ -33,6 +33,7 @@ from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_li
                           write_json)
 from plumbing.data import as_tensor, tokens_at
 from plumbing.machine import Machine, Replay
+from plumbing.models import model_file
 from plumbing.settings import Settings
 from train import learning_rate, make_optimizer, set_rate
 
@@ -386,9 +387,7 @@ def read_arguments():
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints')
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument('--lora', action='store_true', help='train adapters and classifier (the default)')
-    how.add_argument('--full', action='store_true', help='train all weights')
+    parser.add_argument('--full', action='store_true', help='train all weights, not only adapters')
     parser.add_argument('--seeds', help="such as 3,12,42; each task's own if not given (the paper's)")
     parser.add_argument('--rank', type=int, default=8, help='of the adapters')
     parser.add_argument('--epochs', type=int, default=32, help='at most')
@@ -430,7 +429,7 @@ def main():
     if model.config.block_size // len(tokenizer.end) < 8:
         raise UserError(f'a block_size of {model.config.block_size} is too short for texts')
     trained = 'all of them trained' if args.full else f'adapters of rank {args.rank}'
-    print(f"{args.run}: {ckpt['model']}.py, {short(model.count_params()[0])} parameters, {trained}, "
+    print(f"{args.run}: {model_file(ckpt['model'])}, {short(model.count_params()[0])} parameters, {trained}, "
           f'{machine.device}, {machine.dtype}')
     print('task      metric         mean      ±  majority  seeds  epoch    train   valid  minutes')
     results = []

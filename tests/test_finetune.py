@@ -471,7 +471,7 @@ def test_mistakes(run, tiny, tmp_path):
             (['--batch_size=10000000000'], '--batch_size'),
             (['--length=4'], '--length'),
             (['--epochs=0'], '--epochs 0'),
-            (['--lora', '--full'], 'not allowed'),
+            (['--lora'], 'unrecognized arguments: --lora'),
             (['--json=/none/r.json'], 'cannot be written'),
             (['--rank=-1'], '--rank'),
             (['--blimp=/none'], 'has no score of'),
