@@ -7,10 +7,10 @@ Train any model of this repository: one plain loop.
     python train.py config/moep.py --max_iters=0        # print sizes and plan, train nothing
     torchrun --nproc_per_node=2 train.py config/moep.py          # several processes (large models: --shard)
 
-A config is a file of plain assignments, which `--key=value` overrides. A key belongs to
-`Settings` (plumbing/settings.py) or to the model's own config. The loop knows no model by name: it
-imports the file that `model` names and uses what every model file offers: Config, Model,
-forward(idx, targets) -> (logits, loss, aux), generate, routes, count_params. `aux` holds unweighted
+A config is a file of plain assignments, which `--key=value` overrides. A key belongs to `Settings`
+(plumbing/settings.py) or to the model's own config. The loop knows no model by name: it imports the
+file that `model` names, for Config, Model, forward(idx, targets) -> (logits, loss, aux), generate,
+routes and count_params (set_dropout(p) and config.byte_limit are optional). `aux` holds unweighted
 auxiliary losses by name; `aux_weights` says which of them are added to the loss.
 
 A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (weights at given word
@@ -42,9 +42,9 @@ from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 # ---- One step -----------------------------------------------------------------------------------
 
 def train_step(model, optimizer, data, starts, memory, s, machine):
-    """One update from the chunks at `starts`, those of all processes -> mean loss and auxiliary values
-    of this process, gradient norm of all. Micro-batches are dealt to the processes in turn, so that W
-    processes with A micro-batches each see what one process with W * A sees."""
+    """One update from the windows of text that begin at `starts`, those of all processes -> mean loss and
+    auxiliary values of this process, gradient norm of all. Micro-batches are dealt to the processes in
+    turn, so that W processes with A micro-batches each see what one process with W * A sees."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -202,10 +202,10 @@ def main():
     if s.dropout_schedule != 'constant':
         model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
     left = max_iters - it
-    pays = machine.cuda and left >= 200                  # compiling takes half a minute
-    compiles = pays if s.compile is None else s.compile
-    long = left >= 50_000                                # then it pays to compile the whole model as one
-    trained = replicate(compile_model(model, whole=long) if compiles else model, s, machine)
+    by_default = machine.cuda and left >= 200            # compiling takes half a minute
+    compiles = by_default if s.compile is None else s.compile
+    whole = left >= 50_000      # compiling the model as a whole takes longer, and pays only in a long run
+    trained = replicate(compile_model(model, whole) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
     if compiles:
@@ -221,9 +221,9 @@ def main():
         if health.item() != 0 or weights and not is_finite(model):
             folder.give_up(it)
 
-    def save(name='ckpt.pt', whole=True):
+    def save(name='ckpt.pt', resumable=True):
         check_health()
-        folder.save(it, model, data, corpus, optimizer if whole else None, memories, name)
+        folder.save(it, model, data, corpus, optimizer if resumable else None, memories, name)
 
     def asked_to_stop():
         """Several processes must agree: they ask each other only where they wait anyway."""
@@ -255,7 +255,7 @@ def main():
             machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
-        # one step; if epochs say when to end, progress is in steps of the size that the run began with
+        # one step; with epochs, schedules follow the text read: a resumed run may change its batch size
         at = it if s.max_iters else data.seen / data.unit
         lr = learning_rate(at, s, planned)
         set_rate(optimizer, lr)
@@ -281,12 +281,12 @@ def main():
             rate = tokens / (time.perf_counter() - clock)
             tokens, clock = 0, time.perf_counter()
             folder.log(it, **values, **scheduled, grad_norm=norm.item(), tokens_per_s=round(rate),
-                       epoch=data.epoch, chunks=data.seen, words=round(data.words))
+                       epoch=data.epoch, windows=data.seen, words=round(data.words))
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} {data.noun}/s")
             if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} {data.noun}/s")
         while pending and data.words >= pending[0]:
-            save(f'ckpt_{short(pending.pop(0))}.pt', whole=False)
+            save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()
     if max_iters:

@@ -1,5 +1,5 @@
 """
-Token bins -> batches: which chunks a run reads and in which order, and the windows it is validated on.
+Token bins -> batches: which windows a run reads and in which order, and those it is validated on.
 
 The bins are small (uint16), so they are held whole on the device that trains; a batch is one
 indexing operation. Nothing here knows a model.
@@ -81,9 +81,8 @@ class Corpus:
         self.slots = len(self.tokenizer.end)             # of a chunk; a token is one
         self.pad = self.tokenizer.pad                    # never a target
         self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
-        self.val = {}
-        for name, folder in self.folders.items():
-            self.val[name] = as_tensor(load_bin(folder, 'val'), machine.device)
+        self.val = {name: as_tensor(load_bin(folder, 'val'), machine.device)
+                    for name, folder in self.folders.items()}
 
     def val_batches(self, name, seq_len, rank=0, world=1):
         s = self.s
@@ -113,9 +112,9 @@ def read_range(corpus, name, low, high):
 
 
 class Data:
-    """The training tokens of all data sets end to end, and the order in which chunks of them are read.
-    A chunk never crosses from one set into another. The order is a function of (seed, epoch); only
-    the place in it is state. With `stream` the chunks stay in the order of the text: every step reads
+    """The training tokens of all data sets end to end, and the order in which their windows are read.
+    A window never crosses from one set into another. The order is a function of (seed, epoch); only
+    the place in it is state. With `stream` the windows stay in the order of the text: every step reads
     one data set, the sets take turns, and row r of the batch reads the r-th part of each."""
 
     def __init__(self, s, corpus, seq_len, machine, slots=None):
@@ -125,7 +124,7 @@ class Data:
         self.noun = 'tokens' if self.slots == 1 else 'slots'
         self.pad = corpus.pad
         self.stride = s.stride or seq_len
-        self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world   # chunks per step
+        self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world  # windows per step
         if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
             holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
             how = 'set' if slots > 1 else 'prepare it without --chunks or --sentences, or train stlm with'
@@ -153,34 +152,34 @@ class Data:
         self.epoch = 0
         self.position = 0                                # in the order of this epoch
         self.words = 0.0
-        self.seen = 0                                    # chunks so far
-        self.unit = self.rows                            # chunks per step when the run began
+        self.seen = 0                                    # windows so far
+        self.unit = self.rows                            # windows per step when the run began
         self.starts = self.order(0)
 
     def check_length(self):
         """Whether the order of all epochs can be computed in seconds, and a step can be held."""
         passes = [passes * self.s.epochs for _, _, passes, _ in self.sets]
         lengths = [(end - begin) / self.stride for begin, end, _, _ in self.sets]
-        chunks = sum(n * length for n, length in zip(passes, lengths))
-        if chunks > 1e8 or sum(passes) > 1e5:
-            raise UserError(f'{short(self.s.epochs)} epochs, {short(chunks)} chunks in all, are too many '
+        windows = sum(n * length for n, length in zip(passes, lengths))
+        if windows > 1e8 or sum(passes) > 1e5:
+            raise UserError(f'{short(self.s.epochs)} epochs, {short(windows)} windows in all, are too many '
                             'to plan: set max_iters, and epochs to 1')
         if self.rows * self.T > 1e9:
             raise UserError(f'a step of {short(self.rows * self.T)} tokens is too large: '
                             'lower batch_size or gradient_accumulation_steps')
 
     def order(self, epoch):
-        """Where the chunks of an epoch start. Every epoch is cut at another offset, then shuffled."""
+        """Where an epoch's windows start. Every epoch is cut at another offset, then shuffled."""
         rng = np.random.default_rng([self.s.seed, epoch])
         parts = []                                       # the passes over each data set
         for begin, end, passes, _ in self.sets:
             parts.append([])
             while passes > 0:
                 offset = rng.integers(self.stride // self.slots) * self.slots
-                chunks = np.arange(begin + offset, end - self.T, self.stride)
+                windows = np.arange(begin + offset, end - self.T, self.stride)
                 if not self.s.stream:
-                    chunks = rng.permutation(chunks)
-                parts[-1].append(chunks[:math.ceil(len(chunks) * min(passes, 1.0))])
+                    windows = rng.permutation(windows)
+                parts[-1].append(windows[:math.ceil(len(windows) * min(passes, 1.0))])
                 passes -= 1
         if self.s.stream:
             return self.take_turns(parts)
@@ -191,20 +190,20 @@ class Data:
 
     def take_turns(self, parts):
         """The order of a stream: the steps of each data set, spread evenly over the epoch."""
-        steps = []                                       # (when, data set, its chunks)
+        steps = []                                       # (when, data set, its windows)
         for n, passes in enumerate(parts):
             lane = []
-            for chunks in passes:
-                length = len(chunks) // self.rows
-                lane += [*chunks[:length * self.rows].reshape(self.rows, length).T]
+            for windows in passes:
+                length = len(windows) // self.rows
+                lane += [*windows[:length * self.rows].reshape(self.rows, length).T]
             steps += [((i + 0.5) / len(lane), n, step) for i, step in enumerate(lane)]
         if not steps:
-            raise UserError(f'too few chunks of {self.T} tokens for {self.rows} streams')
+            raise UserError(f'too few windows of {self.T} tokens for {self.rows} streams')
         steps.sort(key=lambda step: step[:2])
         return np.concatenate([step for _, _, step in steps])
 
     def words_in(self, starts):
-        """Words per chunk, at its data set's mean number of words per token."""
+        """Words per window, at its data set's mean number of words per token."""
         density = np.array([words for _, _, _, words in self.sets])
         return density[self.set_of(starts)] * self.T
 
@@ -212,25 +211,25 @@ class Data:
         begins = [begin for begin, _, _, _ in self.sets]
         return np.searchsorted(begins, starts, 'right') - 1
 
-    def count_chunks(self, epochs):
+    def count_windows(self, epochs):
         lengths = [len(self.order(e)) for e in range(math.ceil(epochs))]
         return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
 
     def plan(self, it):
-        """-> the steps of the whole run, of the size that it began with; the step it ends at."""
+        """-> (steps of the whole run, at the batch size it began with; the step where this process stops)"""
         s = self.s
         if s.max_iters:
             return s.max_iters, s.max_iters
-        chunks = self.count_chunks(s.epochs)
-        steps = max(1, chunks // self.unit)
+        windows = self.count_windows(s.epochs)
+        steps = max(1, windows // self.unit)
         if s.max_iters == 0:
             return steps, 0
         if it == 0:
             return steps, steps
-        return steps, it + max(0, chunks - self.seen) // self.rows
+        return steps, it + max(0, windows - self.seen) // self.rows
 
     def take(self, n):
-        """The starts of the next n chunks; a batch may run on into the next epoch."""
+        """The starts of the next n windows; a batch may run on into the next epoch."""
         taken = []
         self.seen += n
         while n > 0:
@@ -250,14 +249,14 @@ class Data:
             self.starts = self.order(self.epoch)
 
     def next_starts(self):
-        """The chunks of the next step, on the device."""
+        """The windows of the next step, on the device."""
         return torch.from_numpy(self.take(self.rows)).to(self.tokens.device)
 
     def batch(self, starts):
         """-> x, y of (B, T): y is x shifted by one, with -1 where nothing is to be predicted."""
         starts = torch.as_tensor(starts, device=self.tokens.device)
-        chunk = tokens_at(self.tokens, starts[:, None] + torch.arange(self.T + 1, device=starts.device))
-        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        window = tokens_at(self.tokens, starts[:, None] + torch.arange(self.T + 1, device=starts.device))
+        x, y = window[:, :-1].contiguous(), window[:, 1:]
         return x, y.masked_fill(y == self.pad, -1)
 
     def next_set(self):
@@ -268,8 +267,7 @@ class Data:
         return n, first - self.sets[n][0] < self.stride
 
     def state(self):
-        keys = ('epoch', 'position', 'words', 'seen', 'unit', 'size')
-        return {key: getattr(self, key) for key in keys}
+        return {key: getattr(self, key) for key in ('epoch', 'position', 'words', 'seen', 'unit', 'size')}
 
     def load_state(self, state):
         if state['size'] not in (0, self.size):          # 0: an older run, which did not save it
@@ -293,8 +291,8 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
     starts = starts[rank::world]
     for some in starts.split(batch_size) if len(starts) else ():
         positions = some[:, None] + torch.arange(seq_len + 1, device=device)
-        chunk = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
-        x, y = chunk[:, :-1].contiguous(), chunk[:, 1:]
+        window = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
+        x, y = window[:, :-1].contiguous(), window[:, 1:]
         yield x, y.masked_fill((positions[:, 1:] >= len(tokens)) | (y == pad), -1)
 
 

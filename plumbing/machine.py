@@ -77,8 +77,8 @@ class Machine:
         raise SystemExit(2)
 
     def close(self):
-        """All processes end together: torchrun ends the others when one is stopped, and threads of gloo
-        can kill one that ends early. (wait() could hang: they need Python to free its sum.)"""
+        """All processes end together. If one ends early, torchrun ends the others, or gloo's threads crash.
+        (Not with wait(), which may hang: a thread of gloo then needs Python's lock to free its tensor.)"""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()

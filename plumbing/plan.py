@@ -74,21 +74,20 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
         if name not in corpus.ranges:
             length = short(len(corpus.val[name]))
             machine.say(f'data      {name}: {length} {data.noun}, for validation only')
-    chunks = 'chunks' if data.slots == 1 else 'windows'  # of chunks of bytes, or sentences
     processes = 'process' if machine.world == 1 else 'processes'
-    machine.say(f'step      {s.batch_size} {chunks} x {data.T} {data.noun} '
+    machine.say(f'step      {s.batch_size} windows x {data.T} {data.noun} '
                 f'x {s.gradient_accumulation_steps} accumulated '
                 f'x {machine.world} {processes} = {data.rows * data.T:,} {data.noun}')
     it = ckpt['iter'] if ckpt else 0
     left = max(0, max_iters - it if max_iters else (steps * data.unit - data.seen) // data.rows)
-    read = data.seen + left * data.rows                  # chunks, at the end
+    read = data.seen + left * data.rows                  # windows, at the end
     machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {data.noun}, '
-                f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} {chunks}')
+                f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if not ckpt:
         return
     if ckpt['rows'] != data.rows:
-        machine.say(f"resume    a step reads {data.rows} {chunks} now, {ckpt['rows']} before; "
+        machine.say(f"resume    a step reads {data.rows} windows now, {ckpt['rows']} before; "
                     'the data goes on where it stopped')
     machine.say(f'resume    from step {it:,}' + ('' if left else ': nothing is left to train'))
 

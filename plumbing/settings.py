@@ -21,8 +21,6 @@ from pathlib import Path
 from plumbing.cli import NANOGPT, UserError, short
 from plumbing.models import ROOT, import_model
 
-SCHEDULES = ('cosine', 'linear', 'constant')
-OPTIMIZERS = ('adamw', 'muon')
 DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
 
 
@@ -34,15 +32,15 @@ class Settings:
     # what is read
     data: str | dict = 'toy_stories'       # a folder of data_dir, or {folder: (from, to[, passes per epoch])}
     data_dir: str = 'data'                 # where prepare.py put them
-    seq_len: int | None = None             # tokens per chunk; the model's block_size if not given
-    stride: int | None = None              # tokens between chunk starts; seq_len if not given
+    seq_len: int | None = None             # tokens per window; the model's block_size if not given
+    stride: int | None = None              # tokens between window starts; seq_len if not given
     stream: bool = False                   # no shuffling: each batch row reads on where it stopped
     memory: int = 0                        # with stream: past keys and values to keep as context
-    epoch_words: float | None = None       # words per epoch; if not given, an epoch is all chunks
+    epoch_words: float | None = None       # words per epoch; if not given, an epoch is all windows
     # how long
-    epochs: float = 1.0                    # passes over the chunks, each reordered and newly cut
+    epochs: float = 1.0                    # passes over the windows, each reordered and newly cut
     max_iters: int | None = None           # steps, instead of epochs; 0: print the plan, do the surgery, stop
-    batch_size: int = 16                   # chunks per micro-batch
+    batch_size: int = 16                   # windows per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
     # optimiser
     optimizer: str = 'adamw'               # adamw | muon: plumbing/muon.py
@@ -134,7 +132,8 @@ def check_ranges(s):
         raise UserError('checkpoint_words: two of them are too close to have files of their own')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
-    choices = dict(optimizer=OPTIMIZERS, schedule=SCHEDULES, dropout_schedule=DROPOUT_SCHEDULES)
+    choices = dict(optimizer=('adamw', 'muon'), schedule=('cosine', 'linear', 'constant'),
+                   dropout_schedule=DROPOUT_SCHEDULES)
     for key, names in choices.items():
         if getattr(s, key) not in names:
             raise UserError(f"{key} is '{getattr(s, key)}'; it can be {', '.join(names)}")

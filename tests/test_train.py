@@ -109,7 +109,7 @@ def test_what_is_recommended(tiny):
 
 def test_plan_writes_nothing(tiny, tmp_path):
     done = tiny('--max_iters=0', '--batch_size=4', '--gradient_accumulation_steps=3')
-    assert '4 chunks x 32 tokens x 3 accumulated x 1 process = 384 tokens' in done.stdout
+    assert '4 windows x 32 tokens x 3 accumulated x 1 process = 384 tokens' in done.stdout
     assert not (tmp_path / 'run').exists()
 
 
@@ -439,24 +439,24 @@ def test_a_checkpoint_never_holds_nan(tiny, tmp_path):
 
 
 def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
-    """Another batch size, or other processes: no chunk twice, none left out, no step back in the schedule."""
-    plan = ['--epochs=0.005']                            # 104 chunks
+    """Another batch size, or other processes: no window twice, none lost, no step back in the schedule."""
+    plan = ['--epochs=0.005']                            # 104 windows
     tiny(*plan, out='whole')
     steps = [r for r in read_log(tmp_path / 'whole') if 'loss' in r]
-    assert steps[-1]['chunks'] == 104 and len(steps) == 52
+    assert steps[-1]['windows'] == 104 and len(steps) == 52
     tiny(*plan, '--max_iters=23')
     told = tiny(*plan, '--resume', '--batch_size=5').stdout
-    assert 'resume    a step reads 5 chunks now, 2 before; the data goes on where it stopped' in told
-    tokens = 32 * 101                                    # 23 steps of 2 chunks, 11 of 5
+    assert 'resume    a step reads 5 windows now, 2 before; the data goes on where it stopped' in told
+    tokens = 32 * 101                                    # 23 steps of 2 windows, 11 of 5
     assert f'plan      34 steps, {tokens / 1000:g}K tokens' in told
-    tiny(*plan, '--resume', '--batch_size=4')            # 3 chunks are left: no step
+    tiny(*plan, '--resume', '--batch_size=4')            # 3 windows are left: no step
     log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
     assert [r['iter'] for r in log] == list(range(1, 35))
-    assert [r['chunks'] for r in log] == [*range(2, 47, 2), *range(51, 102, 5)]
-    at = {r['chunks']: r['lr'] for r in steps}           # the rate after so many chunks
+    assert [r['windows'] for r in log] == [*range(2, 47, 2), *range(51, 102, 5)]
+    at = {r['windows']: r['lr'] for r in steps}           # the rate after so many windows
     for a, b in zip(log[22:], log[23:]):
-        if a['chunks'] + 2 in at:
-            assert math.isclose(b['lr'], at[a['chunks'] + 2])
+        if a['windows'] + 2 in at:
+            assert math.isclose(b['lr'], at[a['windows'] + 2])
     assert 'nothing is left to train' in tiny(*plan, '--resume', '--batch_size=5').stdout
     assert 'from step 34' in tiny(*plan, '--resume', '--max_iters=0').stdout
 

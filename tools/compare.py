@@ -8,7 +8,7 @@ Compare runs: a table, and the curves in one page.
 
 It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it got
 less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the shares),
-1 if one gets all. Training FLOPs: 6 x active parameters x tokens, or x slots, an upper bound, for bytes.
+1 if one gets all. Training FLOPs: 6 x active parameters x tokens (bytes: slots), without attention's.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ AXES = ('step', 'tokens', 'minutes', 'FLOPs')
 DIFFER = 'settings that differ'
 # What a step's line holds besides auxiliary losses, and a run's first line besides settings.
 USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'epoch',
-         'chunks', 'words', *AXES}
+         'windows', 'chunks', 'words', *AXES}    # chunks: what windows were called before
 SIZES = {'parameters', 'active', 'trained', 'steps', 'tokens_per_step'}
 NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume', 'overwrite'}
 

@@ -1,4 +1,4 @@
-"""Which chunks are read, in which order; the windows of evaluation, and what is counted on them."""
+"""Which windows are read, in which order; those of evaluation, and what is counted on them."""
 
 import contextlib
 import json
@@ -87,11 +87,11 @@ def test_stride_and_epoch_words():
     d = data(dict(a=np.arange(1000)), stride=2)
     starts = np.sort(d.order(0))
     assert set(np.diff(starts)) == {2} and len(starts) in (495, 496)
-    d = data(dict(a=np.arange(1000)), stride=2, epoch_words=100.0)   # 4 words per chunk
+    d = data(dict(a=np.arange(1000)), stride=2, epoch_words=100.0)   # 4 words per window
     assert len(d.order(0)) == 25
 
 
-def test_mixture_passes_and_no_chunk_across_sets():
+def test_mixture_passes_and_no_window_across_sets():
     d = data(dict(a=np.zeros(400), b=np.ones(800)), ranges=dict(b=(0.0, 1.0, 2.5)))
     x, y = d.batch(d.order(0))
     assert all(len(set(row.tolist())) == 1 for row in torch.cat((x, y), 1))
@@ -115,12 +115,12 @@ def test_words_are_counted_by_set():
     assert math.isclose(d.words, 0.8 * in_b.sum() + 4.0 * (~in_b).sum(), rel_tol=1e-6)
 
 
-def test_chunks_of_some_epochs():
+def test_windows_of_some_epochs():
     """Epochs are cut at other offsets and need not be equally long; of the last, its part."""
     d = data(dict(a=np.arange(83)), T=8)
     lengths = [len(d.order(epoch)) for epoch in range(8)]
     assert len(set(lengths)) == 2
-    counts = [d.count_chunks(epochs) for epochs in (1.0, 3.0, 7.5)]
+    counts = [d.count_windows(epochs) for epochs in (1.0, 3.0, 7.5)]
     assert counts == [lengths[0], sum(lengths[:3]), sum(lengths) - round(lengths[7] / 2)]
 
 
@@ -142,7 +142,7 @@ def test_streams_are_contiguous():
 
 
 def test_streams_over_several_sets():
-    """A mixture is read set by set, as often as it says; no chunk crosses, and all rows are equally long."""
+    """A mixture is read set by set, as often as it says; no window crosses, and all rows are equally long."""
     sets = dict(a=np.zeros(400), b=np.ones(400))
     d = data(sets, ranges=dict(b=(0.0, 1.0, 3.0)), stream=True, batch_size=4)
     x, y = d.batch(d.order(0))
@@ -282,14 +282,14 @@ def test_too_much_to_plan():
         data(dict(a=np.arange(100)), ranges=dict(a=(0.0, 1.0, 1e12)))
 
 
-def test_the_plan_goes_by_chunks():
+def test_the_plan_goes_by_windows():
     """Half the batch: twice the steps of what is left; a max_iters counts steps, whatever they hold."""
     d = data(dict(a=np.arange(1000)), batch_size=10, epochs=2.0)
     assert d.plan(0) == (24, 24)
     d.take(100)
     again = data(dict(a=np.arange(1000)), batch_size=5, epochs=2.0)
     again.load_state(d.state())
-    assert again.seen == 100 and again.plan(10) == (24, 10 + (d.count_chunks(2.0) - 100) // 5)
+    assert again.seen == 100 and again.plan(10) == (24, 10 + (d.count_windows(2.0) - 100) // 5)
     again.s.max_iters = 12
     assert again.plan(10) == (12, 12)
 

@@ -23,8 +23,8 @@ def start(it=0, **settings):
 
 
 def step(it, **values):
-    usual = dict(loss=5.0 - it, lr=0.1, grad_norm=1.0, tokens_per_s=10 * it, epoch=0, chunks=it, words=7 * it)
-    return dict(iter=it, seconds=6.0 * it) | usual | values
+    usual = dict(loss=5.0 - it, lr=0.1, grad_norm=1.0, tokens_per_s=10 * it, epoch=0, windows=it)
+    return dict(iter=it, seconds=6.0 * it, words=7 * it) | usual | values
 
 
 def evaluation(it, loss, routes=None, name='toy'):
