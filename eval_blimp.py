@@ -340,7 +340,7 @@ def show(paradigms, runs, skipped, args):
     print()
     print('\n'.join(table(paradigms, columns | published, args.paradigms)))
     print('\nshorter: how often the good sentence has fewer tokens (equal numbers count half); '
-          'an untrained model tends to it')
+          'an untrained model scores about this')
     if published:
         print('5-gram, LSTM, GPT-2 (large) and human: '
               'published by the authors of BLiMP, for all pairs')

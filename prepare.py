@@ -391,9 +391,9 @@ def main(argv=None):
     write_data_set(target, documents, tokenizer, args.val_fraction, args.seed, args.chunks,
                    args.sentences, args.pauses, overwrite=args.overwrite, source=source, settings=how)
     if cuts:
-        whole = ', --split file a whole file' if len(files) > 1 else ''
-        print(f'text is cut {" and ".join(sorted(cuts))} into documents, which are shuffled; '
-              f'--split passage keeps 16 KB in order{whole}')
+        whole = ', and --split file whole files' if len(files) > 1 else ''
+        print(f'the text was cut into documents {" and ".join(sorted(cuts))}, and these were shuffled; '
+              f'--split passage keeps pieces of 16 KB in order{whole}')
 
 
 if __name__ == '__main__':

@@ -335,8 +335,8 @@ def test_text_command(prepare, tmp_path):
     files = ['--input', 'train.txt', 'val.txt']
     done = prepare('text', '--name', 'mine', *files, '--vocab_size', 5000, here=False)
     assert not done.stderr and 'the text is too small for a vocabulary of 5,000' in done.stdout
-    assert done.stdout.count('text is cut at blank lines into documents, which are shuffled; --split') == 1
-    assert '--split file a whole file' in done.stdout
+    told = 'the text was cut into documents at blank lines, and these were shuffled; --split passage keeps'
+    assert done.stdout.count(told) == 1 and 'and --split file whole files' in done.stdout
     mine = tmp_path / 'data' / 'mine'
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000

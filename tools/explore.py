@@ -234,8 +234,8 @@ def main():
         for layer in run['layers']:
             load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
             bits, chance = layer['by_class']
-            told = f'tells {bits:.3f} bits of the class, by chance {chance:.3f}; gates in percent: {load}'
-            print(f"  {layer['name']:16} {told}")
+            shared = f'{bits:.3f} bits shared with the token class ({chance:.3f} by chance)'
+            print(f"  {layer['name']:16} {shared}; load in percent: {load}")
         for note in run['notes']:
             print(f'  {note}')
     out = args.out or Path(runs[0]['folder'], 'explore.html')

@@ -90,7 +90,7 @@ def verdict(mine, dense):
         return 'one seed: no test'
     p = welch(mine, dense)
     word = 'better' if statistics.mean(mine) < statistics.mean(dense) else 'worse'
-    return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # 3 digits: 0.00998 is not yet 0.01
+    return f"{word if p < SURE else 'open'}, p = {p:.3g}"        # with two digits, 0.00998 reads 0.01
 
 
 def table(track, key, results):
