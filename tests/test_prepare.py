@@ -374,7 +374,7 @@ def test_how_text_is_cut_is_said_once(prepare, tmp_path):
     (tmp_path / 'd.jsonl').write_text('{"text": "d"}\n{"text": "e"}\n')
     options = ['--tokenizer', 'bytes', '--overwrite', '--name', 'mine', '--input']
     said = prepare('text', *options, 'a.txt', 'b.txt', 'c.txt').stdout
-    assert said.count('text is cut at <|endoftext|> and at blank lines into documents, which are') == 1
+    assert said.count('text was cut into documents at <|endoftext|> and at blank lines, and these were') == 1
     assert 'shuffled' not in prepare('text', *options, 'd.jsonl').stdout
     assert 'shuffled' not in prepare('text', *options, 'a.txt', '--split', 'blank').stdout
 

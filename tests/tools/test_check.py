@@ -308,10 +308,10 @@ def test_a_config_of_the_same_name_comes_first(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('args, message', [
     ([], 'model'),
-    (['arena/nothing.py'], 'there is no model file arena.nothing.py; '),
+    (['arena/nothing.py'], 'there is no model file arena/nothing.py; '),
     (['nothing'], 'there is no model file nothing.py; there are: moduleformer, moep'),
     (['nothing'], ', and those in arena/'),
-    (['arena.sigmiod'], 'there is no model file arena.sigmiod.py; did you mean arena.sigmoid?'),
+    (['arena.sigmiod'], 'there is no model file arena/sigmiod.py; did you mean arena.sigmoid?'),
     (['moep', '--n_blok=3'], 'n_block'),
     (['moduleformer', '--config=config/moduleformer_lifelong.py'], 'starts from another run')])
 def test_mistakes(run, args, message):
