@@ -94,7 +94,7 @@ def export(path, folder):
             clean_up_tokenization_spaces=False, add_prefix_space=False,
             split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
     for name, content in files.items():
-        write_json(folder / name, content)
+        write_json(folder / name, content, indent=2)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
     wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
     write(folder / 'modeling_nanopaths.py', wrapper)
@@ -103,7 +103,7 @@ def export(path, folder):
         write(folder / name, (ROOT / name).read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
     write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
-    write_json(folder / 'config.json', hf_config(model, ckpt) | ids)
+    write_json(folder / 'config.json', hf_config(model, ckpt) | ids, indent=2)     # people read it
     return model, tokenizer
 
 
