@@ -150,9 +150,9 @@ def new_file(path, mode='w'):
         os.close(folder)
 
 
-def write_json(path, value, indent=None):
+def write_json(path, value):
     """A device or a pipe is written through, not replaced."""
-    text = json.dumps(value, indent=indent, default=str) + '\n'         # paths may be among the settings
+    text = json.dumps(value, default=str) + '\n'         # paths may be among the settings
     if Path(path).exists() and not Path(path).is_file():
         Path(path).write_text(text, encoding='utf-8')
         return

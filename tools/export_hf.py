@@ -12,14 +12,14 @@ merged. When it is written, it is loaded again: its logits and ids must be ours.
 sentences and pauses are not exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
+import json
 from pathlib import Path
 
 import torch
 
 from lora import merge_lora
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import (
-    Parser, UserError, new_file, parse_json, read_lines, run_main, write_json)
+from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
 from plumbing.models import ROOT, import_model, reads_past_block_size
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
 
@@ -94,7 +94,7 @@ def export(path, folder):
             clean_up_tokenization_spaces=False, add_prefix_space=False,
             split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
     for name, content in files.items():
-        write_json(folder / name, content, indent=2)
+        write_json(folder / name, content)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
     wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
     write(folder / 'modeling_nanopaths.py', wrapper)
@@ -103,13 +103,17 @@ def export(path, folder):
         write(folder / name, (ROOT / name).read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
     write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
-    write_json(folder / 'config.json', hf_config(model, ckpt) | ids, indent=2)     # people read it
+    write_json(folder / 'config.json', hf_config(model, ckpt) | ids)
     return model, tokenizer
 
 
 def write(path, content):
     with new_file(path, 'wb') as file:
         file.write(content)
+
+
+def write_json(path, content):
+    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + '\n').encode())
 
 
 def hf_config(model, ckpt):
