@@ -10,28 +10,28 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
   gives each layer its own low-rank adapters. This saves parameters, not computation.
 
-What to look at first: `ByteEnds.encode` and `ByteEnds.spell`, then `Transformer.run_layers`.
+What to look at first: `ByteEnds.embed`, `encode` and `spell`, then `Transformer.run_layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
-per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 (docs/results.md).
+per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 with 57% (docs/results.md).
 Pause tokens and next thoughts (section 5.4) need no other model, only other data: for next
 thoughts, prepare.py makes each sentence a chunk.
 
-A byte-level model reads and predicts symbols: bytes, end-of-chunk, end-of-text and padding. Every
-chunk takes L = byte_limit + 1 slots: its bytes, end-of-chunk, padding. Longer tokens become several
-chunks; end-of-text is a chunk by itself. End-of-chunk is predicted like a byte, padding never: give
-it the target -1 (train.py does). A symbol that cannot stand in a slot gets probability 0, so the
-probabilities of all chunks sum to 1; as a target it would have a loss of inf.
+A byte-level model reads and predicts symbols: bytes, end-of-chunk ($), end-of-text and padding (_).
+Every chunk takes L = byte_limit + 1 slots; if L = 5, 'cats!' is |c a t s $|! $ _ _ _|. So longer
+tokens become several chunks; end-of-text is a chunk by itself, without $. $ is predicted like a
+byte, _ never: give it the target -1 (train.py does). A symbol that cannot stand in a slot gets
+probability 0, so those of all possible chunks sum to 1; as a target it has a loss of inf.
 
 Departures from the paper, and gaps it leaves:
-- Section 5.2 only says that the decoder resembles the encoder. We read this as the release does: all
-  bytes at once (`parallel`). Our default, `causal`, is better: a byte also sees the earlier ones.
+- Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
+  spells all bytes at once (`parallel`). Our default, `causal`, also reads the bytes before: better.
 - It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
   and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
 - The core first reads a learned vector, from which the first chunk of a window is predicted.
 - Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
 
-Dimension letters: B batch, T sequence (tokens or symbols), C whole chunks, L slots of a chunk,
-D width, d width of the byte parts or of one head, H heads, V vocabulary.
+Dimension letters: B batch, T sequence (tokens, symbols or the core's vectors), C chunks, L slots of
+a chunk, D width, d width of the byte parts or of one head, H heads, V vocabulary.
 """
 
 import math
@@ -56,7 +56,7 @@ class STLMConfig:
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
-    byte_limit: int = 0            # most bytes in a chunk (or tokens in a sentence); 0: no chunks
+    byte_limit: int = 0            # most bytes in a chunk (or tokens in a sentence); 0: a token model
     decoder: str = 'causal'        # how a chunk is spelled: causal | parallel
     byte_embd: int = 128           # width of the byte encoder and decoder
     byte_layer: int = 2            # layers of each
@@ -93,7 +93,7 @@ class ByteEnds(nn.Module):
         c = config
         self.causal = c.decoder == 'causal'
         self.slots = c.byte_limit + 1                    # L
-        self.n_start = 1                                 # the core reads a start vector first
+        self.n_start = 1             # vectors before the first chunk; logits before the first target
         self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
         self.wte = nn.Embedding(c.vocab_size, c.byte_embd)     # of symbols; also the head
         self.encoder, self.decoder = ChunkTransformer(c), ChunkTransformer(c)
@@ -141,7 +141,7 @@ class ByteEnds(nn.Module):
         return torch.cat(x, 1)
 
     def logits(self, states, idx):
-        """(B, T + 1, V) logits of symbols 0 to T. forward skips those of symbol 0."""
+        """(B, T + 1, V) logits of symbols 0 to T. No target is symbol 0, so forward drops it."""
         return self.spell(states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
 
     def loss(self, states, idx, targets, reduction):
@@ -163,19 +163,19 @@ class Transformer(nn.Module):
         n_att = math.ceil(c.n_layer / self.per_attention)
         n_ffn = math.ceil(c.n_layer / self.per_ffn)
         self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
-        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # before the FFN
+        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # the FFN's
         self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
-        shared = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}        # for their shapes alone
+        to_adapt = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}      # only their shapes are used
         if c.share == 'all':
-            shared |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
+            to_adapt |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
         self.adapters = nn.ModuleList(
-            nn.ModuleDict({name: adapter(linear, c.lora_rank) for name, linear in shared.items()})
+            nn.ModuleDict({name: adapter(linear, c.lora_rank) for name, linear in to_adapt.items()})
             for _ in range(c.n_layer if c.lora_rank else 0))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
         self.dropout = Dropout(c.dropout)
 
     def run_layers(self, x, attend_in):
-        """(B, T, D) -> final-norm states, as many. attend_in(layer, q, k, v) computes the attention."""
+        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): over chunks, or within one."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
@@ -331,8 +331,8 @@ class STLM(Transformer):
 
     def init_weights(self):
         """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start at
-        zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool
-        and spread return vectors as large as the embeddings of the core and of the decoder."""
+        zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md.
+        pool's output is as large as a token's embedding would be, spread's as a symbol's."""
         c = self.config
         size_out = {'ends.pool.weight': 0.02, 'ends.spread.weight': 1 / math.sqrt(c.byte_embd)}
         if c.byte_limit:
@@ -381,7 +381,7 @@ class STLM(Transformer):
         states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)
         return states[:, self.ends.n_start:][:, :idx.size(1)], {}
 
-    def forward(self, idx, targets=None, cache=None, reduction='mean'):
+    def forward(self, idx, targets=None, cache=None, reduction='mean'):      # -> logits, loss, aux
         states = self.read(idx, cache)
         if targets is None:
             return self.ends.logits(states, idx)[:, self.ends.n_start:], None, {}
@@ -392,7 +392,7 @@ class STLM(Transformer):
         """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
         Byte-level: max_new_tokens counts symbols, also padding; a prompt may end inside a chunk."""
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
-        limit = self.config.block_size // slots          # vectors that the core may read
+        limit = self.config.block_size // slots          # vectors, the start included
         cache = []
         done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or dropped
         for _ in range(max_new_tokens):
@@ -422,7 +422,7 @@ class STLM(Transformer):
         return {}                                        # no routers: all tokens take the same path
 
     def count_params(self):
-        """Total, and active: what multiplies a token or chunk. Shared weights count per use."""
+        """Total, and active: a shared weight counts once for each layer that uses it."""
         total = active = sum(p.numel() for p in self.parameters())
         for parts in (self.attention, self.norm, self.ffn):
             more_uses = self.config.n_layer - len(parts)
