@@ -17,8 +17,8 @@ removes modules that a domain does not use, once the `concentration` loss has ma
 
 What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. You can
 skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
-Measured (40M words of BabyLM-style text, one H200, three seeds): 3.437 nats per token, BLiMP 69.6;
-a dense model of equal active size has 3.384 and 66.2 (docs/results.md).
+Measured (40M words of BabyLM-style text, three seeds): 3.437 nats per token, BLiMP 69.6; a dense
+model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
@@ -125,8 +125,8 @@ class Stack(nn.Module):
 
 class Router(nn.Module):
     """h(x) = A ReLU(B x), a softmax over all modules of the pool, and its K largest (Eq. 1, 2)
-    -> gates (N, K), choices (N, K), losses. Gates are not renormalised: they sum to at most 1,
-    and even at K = 1 the language modelling loss trains the router."""
+    -> gates (N, K), choices (N, K), losses. Gates are not renormalised: at K = 1 they would all be
+    1, and the language modelling loss could not train the router."""
     def __init__(self, n, n_new, config):
         super().__init__()
         self.top_k = config.top_k
@@ -144,10 +144,9 @@ class Router(nn.Module):
         return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
     def losses(self, prob_NE, log_prob_NE):
-        """What minimising does. `mi` (pretraining): the pool uses all modules (high H(m)), but a token
-        is sure which (low H(m|x)). Without the first, all tokens could take the same one; without the
-        second, each could spread over all. `concentration` (before pruning): the pool uses few.
-        `rout_reg` (after insertion): new modules have small embeddings A', so logits near 0."""
+        """Minimising `mi` (pretraining): the pool uses all modules (high entropy H(m)), but a token is
+        sure which (low H(m|x)). Minimising `concentration` (before pruning): the pool uses few.
+        Minimising `rout_reg` (after insertion): new embeddings A' are small, so logits near 0."""
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
         conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()   # H(m|x)
@@ -159,7 +158,7 @@ class Router(nn.Module):
 
 class AttentionModules(nn.Module):
     """Mixture of attention heads: modules have their own queries, but share keys and values."""
-    def __init__(self, config, layer, router):
+    def __init__(self, config, layer, router):           # router: a class, Router or your own
         super().__init__()
         self.config = c = config
         self.layer = layer
@@ -172,8 +171,8 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)  # only the chosen compute
-        x_RD = rows.spread(x_ND)                                # x_ND[token]
+        rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)
+        x_RD = rows.spread(x_ND)        # x_ND[token]: row r is of token[r], for its choice module[r]
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
@@ -185,7 +184,7 @@ class AttentionModules(nn.Module):
         return rows.combine(y_RD).view_as(x), losses            # gated sum of a token's K rows
 
     def keys_and_values(self, x, cache):
-        """(B, H, S, d) each. A cache is read and extended. (Section 3.2's memory: a detached cache.)"""
+        """(B, H, S, d) each. A cache, a list of each layer's (k, v), is read and extended."""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v)]
         if cache is not None:
@@ -236,8 +235,8 @@ class Block(nn.Module):
 
 
 class ModuleFormer(nn.Module):
-    router = Router                                      # arena/ has others: docs/routers.md
-    gates_sum_to_1 = False                               # tools.check takes True for granted
+    router = Router                                      # a class; arena/ has others
+    gates_sum_to_1 = False                               # for tools.check; its default is True
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -298,7 +297,7 @@ class ModuleFormer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, modules)}: the gates of the outputs, 0 if not chosen. Call eval() first."""
+        """{pool, such as blocks.0.att: (B, T, E) gates, 0 if not chosen}. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -326,10 +325,10 @@ class ModuleFormer(nn.Module):
 # ---- Surgery: modules come and go ----------------------------------------------------------------
 
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
-    """Section 4.3: add random modules to every layer and freeze the rest. With `partial` (new data
-    alone) only the new modules and their embeddings A' train; with `full` (old and new data mixed)
-    also A, B, token embedding and head. At first the loss rises: tokens choose new modules that are
-    still untrained. Eq. 10 keeps new logits near 0, but 0 still beats an old module's negative logit."""
+    """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. With `partial` (new
+    data alone) only the new modules and their embeddings A' train; with `full` (old and new mixed)
+    also A, B, token embedding and (our choice) head. At first the loss rises: tokens choose new
+    modules, still untrained. Eq. 10 keeps new logits near 0, but 0 beats a negative old logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
@@ -366,10 +365,10 @@ def rebuild_with(model, state, **changes):
 
 
 def count_usage(model, batches):
-    """{layer: (E,) tokens that took each module}; a token with a target of -1 does not count."""
+    """{pool: (E,) tokens that took each module}; tokens with a target of -1 do not count."""
     usage = {}
-    with ExitStack() as stack:
-        stack.callback(model.train, model.training)      # restores the mode after `with`
+    with ExitStack() as at_exit:
+        at_exit.callback(model.train, model.training)    # restores the mode after `with`
         model.eval()
         for idx, targets in batches:
             for layer, gate in model.routes(idx).items():
@@ -378,7 +377,7 @@ def count_usage(model, batches):
 
 
 class PruneTable(list):
-    """One dict per pool: layer, modules before, after. `left` is the share of parameters left."""
+    """One dict per pool: its name, modules before, after. `left`: the share of parameters left."""
     def __str__(self):
         head = f'pruned    {100 * self.left:.1f}% of the parameters are left; modules that stayed:'
         rows = [f"          {row['layer']:14}{row['after']:4} of {row['before']}" for row in self]

@@ -12,7 +12,7 @@ holes. So attention is computed in all P blocks, output projection and FFN only 
 
 What to look at first: `Router.forward`, then `ParallelLayer.forward`. You can skip the last
 section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
-Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 has 3.343 (docs/results.md).
+Measured (28M parameters, 100M words, three seeds): loss 3.487, behind GPT-2's 3.343 (docs/results.md).
 
 Departures from the paper, and gaps it leaves:
 - Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
@@ -118,14 +118,14 @@ class ParallelLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def attention(self, x, cache):
-        """All P * H heads at once: a later token may choose a block that this one did not."""
+        """In all P blocks (P * H heads): a later token may choose a block that this one did not."""
         B, T, D = x.shape
         P, H = self.config.n_block, self.config.n_head_parallel
-        # Block p: (n * ln_1_gain[p] + ln_1_bias[p]) @ qkv[p] + qkv_bias[p]. fold makes one map of it.
+        n = F.layer_norm(x, (D,))
+        # Block p: (n * ln_1_gain[p] + ln_1_bias[p]) @ qkv[p] + qkv_bias[p], folded to n @ w + b.
         w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
         w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).reshape(3, P * D, D)  # queries, keys, values
         b = b_PF.view(P, 3, D).transpose(0, 1).reshape(3, P * D)
-        n = F.layer_norm(x, (D,))
         q, k, v = [F.linear(n, w[i], b[i]).view(B, T, P * H, -1).transpose(1, 2) for i in range(3)]
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         return y.transpose(1, 2).reshape(B * T, P, D)
@@ -137,11 +137,11 @@ class ParallelLayer(nn.Module):
         # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
         rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
-        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj + bias
+        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + …
         n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
-        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)    # as above
-        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)  # n @ fc + bias, of its block
-        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))  # h @ down + bias
+        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)   # as for ln_1
+        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)  # n @ fc[block] + …
+        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))  # h @ down[block] + …
         return x + rows.combine(att_RD + ffn_RD).view_as(x), balance    # sum_k gate * row
 
 
@@ -221,7 +221,7 @@ class Block(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class MoEP(nn.Module):
-    router = Router                                      # arena/ has others: docs/routers.md
+    router = Router                                      # a class; arena/ has others
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -250,7 +250,7 @@ class MoEP(nn.Module):
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
-            ours = 'router.' not in name or name.endswith('router.linear.weight')    # not yours
+            ours = 'router.' not in name or name.endswith('router.linear.weight')    # else your router's
             if ours and name.endswith('bias'):
                 nn.init.zeros_(p)
             elif ours and 'ln_' not in name:             # gains are ones already
@@ -309,7 +309,7 @@ class MoEP(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, choices)}: the gates of the outputs, 0 if not chosen. Call eval() first."""
+        """{layer: (B, T, choices)}: each token's gates, 0 if not chosen. Call eval() first."""
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -365,8 +365,8 @@ class Rows:
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """Move the gain g and bias c of a LayerNorm into the map that follows, so that all P blocks can
-    share the normalised input n: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
+    """Move the gain g and bias c of each block's LayerNorm into the map that follows, so that the
+    norm itself is the same for all blocks: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 

@@ -42,9 +42,9 @@ from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 # ---- One step -----------------------------------------------------------------------------------
 
 def train_step(model, optimizer, data, starts, memory, s, machine):
-    """One update from the windows of text that begin at `starts`, those of all processes -> mean loss and
-    auxiliary values of this process, gradient norm of all. Micro-batches are dealt to the processes in
-    turn, so that W processes with A micro-batches each see what one process with W * A sees."""
+    """One update from the windows of text at `starts`, which lists those of all processes -> mean loss
+    and auxiliary values of this process, gradient norm of all. Micro-batches are dealt out in turn: W
+    processes with A each see what one with W * A sees. `memory`: each one's past keys and values."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -115,7 +115,7 @@ def dropout_rate(it, s, max_iters, p):
 # ---- The run ------------------------------------------------------------------------------------
 
 def evaluate(model, corpus, data, it, machine):
-    """Score every val set, print a line for each, count where tokens are routed -> what is logged."""
+    """Score every val set in eval mode, print a line for each, count routes -> what is logged."""
     scores = {}
     for name in corpus.scored:
         batches = corpus.val_batches(name, data.T, machine.rank, machine.world)
@@ -178,10 +178,10 @@ def main():
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
-    planned, max_iters = data.plan(it)
+    planned, max_iters = data.plan(it)  # the length of the schedules; the step at which it ends
     show_plan(model, s, corpus, data, machine, planned, max_iters, ckpt)
     check_model(model, s, data, machine)
-    if max_iters == 0 and not s.surgery:
+    if max_iters == 0 and not s.surgery:                 # only the plan was asked for
         return machine.close()
 
     # optimiser, and the rest of the run's state
@@ -200,7 +200,7 @@ def main():
         folder.log(it, surgery=report)
 
     if s.dropout_schedule != 'constant':
-        model.set_dropout(0.0)          # before compiling; from now on only a tensor changes
+        model.set_dropout(0.0)          # makes the rate a tensor: changing it recompiles nothing
     left = max_iters - it
     by_default = machine.cuda and left >= 200            # compiling takes half a minute
     compiles = by_default if s.compile is None else s.compile
