@@ -5,13 +5,13 @@ A language model composed of smaller ones. Narrow LLaMA-style models, the k path
 separately, each on its own kind of text. Then their layers are put side by side in the middle of a
 wider model, whose width is the sum of theirs, and that model is trained on text of all kinds:
 
-    Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> Layer Block (256)
+    Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> grow -> Layer Block
 
 Every block of a parallel layer works on every token: unlike a sparse mixture, this saves nothing.
 What varies is the Connection, which joins the blocks' outputs. `share` concatenates them and maps
-them back to the width of a path. With `gumbel1` and `gumbel2` a router chooses for each token: one
-path's output alone, or a linear mix of all. It reads the mix (gumbel1) or the concatenation (gumbel2).
-With `n_parallel=0` this file is a plain LLaMA: the paper's dense baselines, and the paths.
+them to the width of a path, after the last layer to 256. With `gumbel1` and `gumbel2` a router
+chooses for each token: one path's output, or a linear mix of all; it reads the mix (gumbel1) or the
+concatenation (gumbel2). With `n_parallel=0` this is a plain LLaMA: the paper's baselines and paths.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
 Measured (six epochs of 3M tokens of stories and of math, three seeds): validation losses of 2.628
@@ -19,10 +19,10 @@ and 3.114 with `share`; a dense LLaMA of width 192 is better, 2.241 and 2.595 (d
 
 Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller ones):
 - The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and
-  9 as printed do the opposite when minimised, and leave out the mix. `intended` follows the text,
-  `printed` the printed signs. `released` is what the authors' code does: Eq. 8 as intended, Eq. 9
-  as printed, both from the sampled one-hot weights. All three count the mix as one of k+1 choices.
-  `aux` has them as `entropy` and `load`, weighted by 0.01 in our runs; with `share` it is empty.
+  9 as printed do the opposite when minimised, and leave out the mix. `aux_form` chooses: `intended`
+  follows the text, `printed` the printed signs, `released` the authors' code: Eq. 8 as intended,
+  Eq. 9 as printed, both from the sampled one-hot weights. All count the mix as one of k+1 choices.
+  Train with `loss + 0.01 * (aux['entropy'] + aux['load'])`; with `share`, `aux` is empty.
 - In eval mode our routers take the best choice, so that results repeat; the release still samples.
 - Table 2's FFN sizes contradict its parameter counts. An FFN of 8/3 of the width, rounded up to
   32s, and an output projection in attention fit the counts within 2%. The release has 4 times
@@ -52,7 +52,7 @@ class PaPaformerConfig:
     n_embd: int = 256              # their width, d_L
     ffn_hidden: int | None = None  # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     n_parallel: int = 3            # parallel layers; 0 makes this a plain LLaMA: a baseline, a path
-    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths; change it with n_embd
+    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths
     path_head: list = field(default_factory=lambda: [4, 4])      # attention heads of each path
     path_ffn_hidden: list | None = None                          # ffn_hidden of each path
     connection: str = 'share'      # what joins the outputs of the paths: share | gumbel1 | gumbel2
@@ -119,7 +119,7 @@ class Gumbel(nn.Module):
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
     Training is straight-through: backward treats pi as the soft weights, so the router learns. A
-    path that was not taken gets a gradient only through the mix and through the router's input."""
+    path not taken gets a gradient only through the router's input, and through a mix that is taken."""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -160,8 +160,8 @@ class Router(nn.Module):
 def routing_losses(logits, sampled, form):
     """Eq. 8 and 9 over all k+1 choices. Eq. 8 is a token's entropy, high while its choice is open;
     Eq. 9 is the load's, high if all choices are used alike. The text wants both high, so `intended`
-    minimises their negatives. (`released` uses the samples: if `hard`, they are one-hot, and
-    a token's entropy is 0 whatever its logits.)"""
+    minimises their negatives. (`released` uses the samples: if `hard`, a token's entropy is 0, but
+    its straight-through gradient is not.)"""
     pi = sampled if form == 'released' else logits.softmax(-1)            # (B, T, k+1)
     load = pi.flatten(0, -2).mean(0)                                      # (k+1,) share of each
     token_entropy = -(pi * (pi + 1e-8).log()).sum(-1).mean()              # Eq. 8; 1e-8 as released
@@ -174,7 +174,7 @@ def routing_losses(logits, sampled, form):
 
 
 class ParallelLayer(nn.Module):
-    """k blocks side by side, each over all tokens, and the Connection that joins them."""
+    """k blocks, in the KV cache from place `layer` on, and the Connection that joins them."""
     def __init__(self, config, layer, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
@@ -242,7 +242,7 @@ class Block(nn.Module):
     def forward(self, x, past=0, cache=None):
         B, T, D = x.shape
         qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.n_head, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, d)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
         dropout = self.dropout.p if self.training else 0.0
         y = attend(rope(q, past), rope(k, past), v, cache, self.layer, dropout)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
@@ -257,7 +257,7 @@ class PaPaformer(nn.Module):
         super().__init__()
         self.config = c = config
         k = len(c.path_embd)
-        before = c.n_layer // 2 if c.n_parallel else c.n_layer
+        before = c.n_layer // 2 if c.n_parallel else c.n_layer   # plain LLaMA: all are in `first`
         dropout = 0.0 if c.n_parallel else c.dropout
         full = (c.n_embd, c.n_head, c.ffn_hidden, dropout)       # the same for all Layer Blocks
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)

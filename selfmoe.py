@@ -9,14 +9,14 @@ the block, through a small gate G_i:
 A gate is a D x D matrix, one weight per channel, or a single weight. It changes the block's own skip
 connection: h_{i-1} now passes with the weight I + G_i instead of I, so a negative gate can erase it.
 The "experts" are consecutive layers: the one before, through the gate, and this one. No router
-chooses, both always run, and nothing is saved. All gates start at zero: at first the model computes
+chooses: both always run. All gates start at zero: at first the model computes
 what it did without them, but the gates get gradients. Then everything trains, on a new domain. After
 that, `select_gates` removes gates: it asks whether the model's own head would predict better from a
-layer's state with the gate or without. `upcycle` makes the mixture that Table 5 compares with.
+layer's state with the gate or without. `upcycle` makes Table 5's rival, a usual mixture of FFNs.
 
 What to look at first: `SelfMoE.states`, where Eq. 2 is computed, then `select_gates`.
-Measured on one H200: a model of 31.6M parameters, fine-tuned on math, has 2.436 nats per token
-without gates, 2.431 with matrix gates, 2.405 as a mixture (three seeds each, docs/results.md).
+Measured: a model of 31.6M parameters, fine-tuned on math, has 2.436 nats per token without gates,
+2.431 with matrix gates, 2.405 as a mixture, which loses in Table 5 (three seeds, docs/results.md).
 
 Departures from the paper, and gaps it leaves:
 - Eq. 5 as printed removes the gates that lower perplexity and keeps the others (rule `printed`).
@@ -154,11 +154,9 @@ class SelfMoE(nn.Module):
         return None, loss, aux
 
     def init_weights(self):
-        """Matrices from N(0, 0.02), smaller where they add to the residual stream; gates zero."""
+        """Matrices from N(0, 0.02), smaller where they add to the residual stream."""
         for name, p in self.named_parameters():
-            if name.startswith('gates'):
-                nn.init.zeros_(p)
-            elif 'norm_' not in name:                    # norms are ones already
+            if 'norm_' not in name and not name.startswith('gates'):     # ones and zeros already
                 std = 0.02
                 if '.proj' in name or '.down' in name:
                     std *= 1 / math.sqrt(2 * self.config.n_layer)
@@ -308,11 +306,10 @@ def add_gates(model, kind='matrix'):
 
 @torch.no_grad()
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
-    """Remove gates after training -> (model, GateTable). The state of each layer, without and with
-    its gate's contribution, goes through final norm and head. `rule` compares the two perplexities
-    (one per sequence of `batches`, a list of (idx, targets); then the mean). `threshold` is the
-    relative change that the rule `changes` asks for, `layer` the first block, counted from 0, whose
-    gate `from_layer` keeps."""
+    """Remove gates after training -> (model, GateTable). Each gate's layer state, without and with
+    the gate's term, goes through final norm and head; `rule` compares the two perplexities, means
+    over the sequences of `batches`, a list of (idx, targets). `threshold`: the relative change that
+    `changes` asks for. `layer`: the first block, counted from 0, whose gate `from_layer` keeps."""
     rules = dict(                                        # keep the gate if this is true
         improves=lambda i, without, with_gate: with_gate < without,
         changes=lambda i, without, with_gate: abs(with_gate - without) / without > threshold,
@@ -384,16 +381,15 @@ class Router(nn.Module):
         prob_NK, choice_NK = prob_NE.topk(self.top_k)
         chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
         share_E = chosen_NE.mean(0) / self.top_k         # of all N*K picks, no gradient
-        balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # Switch: 1 if balanced
+        balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # 1 if balanced, or K = E
         weight_NK = prob_NK / prob_NK.sum(-1, keepdim=True)              # they sum to 1
         return torch.zeros_like(prob_NE).scatter(1, choice_NK, weight_NK), balance
 
 
 class Mixture(nn.Module):
     """E SwiGLU experts, of which each token takes K. All E are computed for all tokens; a weight of
-    0 drops what was not chosen. In the paper's case, 2 of 2, nothing is dropped: a step takes 22.0
-    ms, and would take 24.0 with tokens sorted by expert (one H200, 64 x 512). With K < E the experts
-    cost E/K times what the chosen ones alone would."""
+    0 drops what was not chosen. In the paper's case, 2 of 2, this is fastest (docs/speed.md). With
+    K < E the experts cost E/K times what the chosen ones alone would."""
     def __init__(self, d, hidden, n_expert, top_k):
         super().__init__()
         self.router = Router(d, n_expert, top_k)

@@ -1,12 +1,12 @@
 """
 Conditional depth for Super Tiny Language Models (Guertler, Hillier et al. 2024, section 5.3): not
-every token needs every layer. The paper names two methods.
+every token needs every layer. The paper names two methods; the config defaults to the first alone.
 
 - Mixture of depths (Raposo et al. 2024). In every second layer a router gives each token a score r,
   and only the 12.5% of a window's tokens with the highest scores pass through the block:
       x + r * f(x)  if the token passes, else x
-  f(x) is what the block adds. The other tokens skip the block, attention and FFN: there they cost
-  nothing, and no token sees them.
+  f(x) is what the block adds; the factor r gives the router gradients. The other tokens skip the
+  block, attention and FFN: there they cost nothing, and no token sees them.
 - Early exit (LayerSkip, Elhoushi et al. 2024). Training drops layers, later ones more often, and
   adds a loss after earlier layers (exits), all through the same final norm and head. So the first
   layers alone make a fair guess. `generate(..., draft_layers=E)` drafts tokens with the first E
@@ -31,11 +31,11 @@ Departures from the papers, and gaps they leave:
 - Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let the exits take turns, some at a
   time. Here each row of a batch draws one exit, with probabilities in proportion to these weights.
   So the expected loss is the weighted mean over all exits, at the cost of one more head.
-  `aux_weights = dict(exit=1.0)` gives it the same weight as the loss at the last exit, as their
-  e_scale = 0.11 does at ten layers.
+  `aux_weights = dict(exit=1.0)` gives it the same weight as the loss after the last layer, as
+  their factor e_scale does at ten layers if it is 0.11.
 - They also raise the rate of layer dropout over the run, and compute only the layers that stay. Our
   rate is constant, and a dropped layer is computed and then multiplied by 0.
-- Rows of a batch may accept different numbers of drafts. All keep as many as the row with fewest.
+- Rows of a batch may accept different numbers of drafts. All stop at the first that a row rejects.
 - LayerSkip can also generate from an early exit without verification. Here every token is verified.
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
@@ -63,11 +63,11 @@ class STLMDepthConfig:
     capacity: float = 0.125        # share of tokens that pass through a routed layer; 1: no routing
     route_every: int = 2           # 2: every second layer is routed (1, 3, 5, ... counted from 0)
     layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
-    exit_loss: bool = False        # whether training adds the loss at an earlier exit
+    exit_loss: bool = False        # whether aux['exit'] is, in training, the loss at an earlier exit
 
     def __post_init__(self):
         for field in fields(self):
-            least = 2 if field.name == 'route_every' else 1      # the first layer takes all tokens
+            least = 2 if field.name == 'route_every' else 1      # layer 0's cache counts all tokens
             if field.type is int and getattr(self, field.name) < least:
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
         for name in ('dropout', 'layer_dropout'):
@@ -132,7 +132,7 @@ class RoutedLayer(nn.Module):
         nobody = index.size(1) == 0
         if nobody and (cache is None or self.layer < len(cache)):
             return torch.zeros_like(x), passes, aux
-        if nobody:                                       # begin the cache with an empty slot
+        if nobody:                                       # each layer must begin its part of the cache
             index = index.new_zeros(len(x), 1)
             filled = torch.zeros_like(index, dtype=torch.bool)
         cos, sin = turn
@@ -231,15 +231,15 @@ class STLMDepth(nn.Module):
                 std = 0.0
             nn.init.normal_(p, std=std)
 
-    def run(self, x, begin, end, past, cache=None):
-        """Run layers begin to end - 1 on (B, T, D) tokens that follow `past` others -> the states
+    def run(self, x, layers, past, cache=None):
+        """Run these layers (a range) on (B, T, D) tokens that follow `past` others -> the states
         after each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
         position = torch.arange(past, past + x.size(1), device=x.device)[None]
         turn = rotary(position, self.config.n_embd // self.config.n_head)
         states = []
         losses = []
         passed = {}
-        for i in range(begin, end):
+        for i in layers:
             if self.config.is_routed(i):
                 update, passed[i], found = self.layers[i](x, position, turn, cache)
                 losses.append(found)
@@ -258,7 +258,7 @@ class STLMDepth(nn.Module):
         length = past + idx.size(1)
         if length > self.config.block_size:
             raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
-        return self.run(self.dropout(self.wte(idx)), 0, self.config.n_layer, past, cache)
+        return self.run(self.dropout(self.wte(idx)), range(self.config.n_layer), past, cache)
 
     def features(self, idx, cache=None):
         """(B, T) ids -> final-norm states (B, T, D), auxiliary losses."""
@@ -312,16 +312,16 @@ class STLMDepth(nn.Module):
                 begin = idx.size(1) - max(1, limit // 2)
             past = cache[0][0].size(2) if cache else 0
             room = min(limit - (idx.size(1) - begin), end - idx.size(1) - 1)
-            n = min(n_draft, room) if draft_layers else 0
+            n = min(n_draft, room) if draft_layers else 0    # verifying adds one token more
 
             # draft: the first layers read the new text, then one draft after the other
             drafts, guesses, states = [], [], []
             new = idx[:, begin + past:]
-            read = past
+            read = past                                  # tokens that the first layers have read
             for i in range(n + 1):                       # the last draft is read as well
                 state = self.wte(new)
                 if draft_layers:
-                    state = self.run(state, 0, draft_layers, read, cache)[0][-1]
+                    state = self.run(state, range(draft_layers), read, cache)[0][-1]
                 states.append(state)
                 read += new.size(1)
                 if i < n:
@@ -330,7 +330,7 @@ class STLMDepth(nn.Module):
                     drafts.append(new)
 
             # verify: the other layers read all of this at once
-            state = self.run(torch.cat(states, 1), draft_layers, L, past, cache)[0][-1]
+            state = self.run(torch.cat(states, 1), range(draft_layers, L), past, cache)[0][-1]
             logits = self.exit_logits(state[:, -n - 1:])     # (B, n + 1, V)
             p = probabilities(logits, temperature, top_k)
             idx = torch.cat((idx, *accept(p, drafts, guesses)), 1)
@@ -391,7 +391,7 @@ def accept(p, drafts, guesses):
         same = rest.sum(1, keepdim=True) == 0            # p = q: nothing to draw again from
         stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
         if not stays.all():                              # rows whose draft stays keep it
-            rest = torch.where(stays, p[:, i], rest)
+            rest = torch.where(stays, p[:, i], rest)     # multinomial refuses a row of zeros
             return [*kept, torch.where(stays, x, torch.multinomial(rest, 1))]
         kept.append(x)
     return [*kept, torch.multinomial(p[:, -1], 1)]

@@ -9,19 +9,19 @@ what small dense models are made of today, after modded-nanogpt (Jordan et al. 2
     queries and keys are normed                       ReLU squared in the FFN
     maps that add to the residual stream start at 0   no biases
 
-With n_expert > 1 every FFN becomes E experts of a smaller width, of which each token takes K
-(fine-grained experts, Dai et al. 2024, "DeepSeekMoE"); all tokens take `n_shared` more. Their width
-makes the arithmetic equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
+With n_expert > 1 every FFN becomes E experts, of which each token takes K (fine-grained, Dai et al.
+2024, "DeepSeekMoE"); all tokens take `n_shared` more. The width of an expert makes the arithmetic
+equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
 What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast paths", the last
 section: where it is used, a comment says in plain code what it computes.
-Measured on the toy stories (0.5M tokens, three seeds, each model at the best rate of its sweep):
-loss 1.194; with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
-1.256 bits per byte, with Muon 1.233 (docs/arena.md).
+Measured on the toy stories (0.5M tokens, three seeds, each at its best learning rate): dense loss
+1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds: 1.256
+bits per byte, with Muon 1.233 (docs/arena.md).
 
 Choices, and their reasons:
-- No gains: the matrix after a norm can hold its gain as well. Without gains every parameter is a
-  matrix or an embedding, which suits Muon (`optimizer = 'muon'`, plumbing/muon.py).
+- No gains: the matrix after a norm can hold its gain as well (not so for queries and keys: their
+  scores stay within sqrt(d)). So every parameter is a matrix or an embedding, which suits Muon.
 - The embedding is also the head. Two separate tables would be over a third of a model of this size.
 - The gates of a token's K experts sum to 1, and the gated sum is multiplied by K: with equal gates,
   the K experts add up as the parts of a dense FFN do.
@@ -84,10 +84,10 @@ def norm(x):
 
 class FeedForward(nn.Module):
     """ReLU squared (So et al. 2021, "Primer"). It has no auxiliary losses: {}."""
-    def __init__(self, d, hidden):
+    def __init__(self, D, hidden):
         super().__init__()
-        self.fc = nn.Linear(d, hidden, bias=False)
-        self.down = nn.Linear(hidden, d, bias=False)
+        self.fc = nn.Linear(D, hidden, bias=False)
+        self.down = nn.Linear(hidden, D, bias=False)
 
     def forward(self, x):
         return self.down(F.relu(self.fc(x)).square()), {}
@@ -187,7 +187,7 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, balance = self.router(x_ND)
-        if not self.config.sparse:                       # all E experts; a gate of 0 if not chosen
+        if not self.config.sparse:                       # now K = E, with gates of 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)
         # rows: pairs (token, k) sorted by expert; pair = choice_NK.flatten().argsort(stable=True)

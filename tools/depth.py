@@ -52,7 +52,7 @@ class Exit(torch.nn.Module):
         self.n = n
 
     def forward(self, x, y, reduction):
-        states, *_ = self.model.run(self.model.wte(x), 0, self.n, 0)
+        states, *_ = self.model.run(self.model.wte(x), range(self.n), 0)
         logits = self.model.exit_logits(states[-1]).flatten(0, 1)
         loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction=reduction)
         return None, loss.view_as(y), {}

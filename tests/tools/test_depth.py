@@ -34,7 +34,7 @@ def test_exits(run, smoke, data_dir, tmp_path):
     (x, y), = first_windows(data_dir)
     hidden = model.wte(x)
     for n in range(1, 5):
-        states, *_ = model.run(hidden, 0, n, 0)
+        states, *_ = model.run(hidden, range(n), 0)
         logits = F.linear(model.norm_f(states[-1]), model.wte.weight)
         want = F.cross_entropy(logits.flatten(0, 1), y.flatten())
         assert close(found['exits'][n - 1]['loss'], want.item())
