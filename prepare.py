@@ -84,12 +84,11 @@ def read_text(path, split, cuts):
 
 def read_documents(path, cuts, split='auto', field='text'):
     stem = re.sub(r'\.(gz|xz|bz2)$', '', path.name.lower())
+    documents = read_text(path, split, cuts)
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
         documents = read_rows(path, field)
-    else:
-        documents = read_text(path, split, cuts)
     return (text.strip('\n') for text in documents if text and not text.isspace())
 
 
@@ -116,7 +115,7 @@ def find_files(inputs):
             base = base.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
-        print(f'other files are skipped: {skipped:,}; .txt and .jsonl (or .gz, .xz of them) are read')
+        print(f'other files are skipped: {skipped:,}; .txt, .jsonl, .gz and .xz of them are read')
     if 'train' not in {role for role, _ in found}:
         return [('train', path) for _, path in found]
     kept = [(role or 'train', path) for role, path in found if role != 'test']
@@ -139,7 +138,8 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
-        jobs = jobs or (os.cpu_count() if size > 2 ** 24 else 1) or 1    # a pool is slow to start
+        large = size > 2 ** 24 and os.name == 'posix'    # a pool starts slowly, and needs signals
+        jobs = jobs or (os.cpu_count() if large else 1) or 1
         spans = {split: Dice(seed).shuffled(some) for split, some in spans.items()}
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
@@ -201,7 +201,9 @@ def parallel(function, folder, tasks, jobs):
     if jobs == 1:
         yield from map(function, tasks)
         return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])   # a worker that forks would lose it
     with multiprocessing.Pool(jobs, start_worker) as pool:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])     # in this thread alone
         workers = multiprocessing.active_children()
         results = pool.imap(function, tasks)
         while all(worker.is_alive() for worker in workers):
@@ -217,6 +219,7 @@ def parallel(function, folder, tasks, jobs):
 def start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)        # so the pool ends its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def count_words(texts):
@@ -278,8 +281,7 @@ def make_toy(root='data', overwrite=False):
     task (toy_glue). Three of them are the texts of another in a new form."""
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     if not missing:
-        print(f'{root} holds all toy corpora already; --overwrite makes them anew')
-        return
+        return print(f'{root} holds all toy corpora already; --overwrite makes them anew')
     print('toy corpora: made-up text, from the grammars in plumbing/toy.py')
     plan = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in plan}
@@ -302,8 +304,7 @@ def make_toy(root='data', overwrite=False):
             elif target.name == 'toy_blimp':
                 seen = set(re.split(r'(?<=[.!?"]) ', ' '.join(texts['toy_stories'])))
                 length = lambda text: len(tokenizer.encode(text))
-                pairs = {kind: minimal_pairs(kind, seen, length) for kind in SCENES}
-                write_jsonl(target, pairs, overwrite)
+                write_jsonl(target, {kind: minimal_pairs(kind, seen, length) for kind in SCENES}, overwrite)
             else:
                 rows = subject_rows(2300)
                 write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
@@ -343,8 +344,7 @@ def read_arguments(argv):
     parser.add_argument('--out', default='data', help='where data sets go')
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument('--vocab_size', type=between(257, 65536), help='of a BPE to train (default 16384)')
-    chosen.add_argument('--tokenizer', help='instead of training one: gpt2, bytes, '
-                                            'a .tiktoken file, a tokenizer.json, or data/NAME')
+    chosen.add_argument('--tokenizer', help='or gpt2, bytes, x.tiktoken, tokenizer.json, data/NAME')
     form = parser.add_mutually_exclusive_group()
     form.add_argument('--chunks', type=between(1, 255), nargs='?', const=12, metavar='N',
                       help='chunks of up to N bytes (default 12), for the byte-level model')
@@ -355,7 +355,7 @@ def read_arguments(argv):
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='share of documents for validation, at least one; unless a file is named val')
+                        help='share of documents for validation; unless a file is named val')
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)

@@ -134,6 +134,25 @@ def test_a_worker_that_was_killed(tmp_path):
         list(parallel(kill_one, tmp_path, range(9), jobs=2))
 
 
+def test_a_worker_that_is_stopped_while_it_starts(tmp_path):
+    """The pool starts another in place of the killed one, and ends it at once. Python forgets a SIGTERM
+    that comes while it forks; here this lasts two seconds. Then the pool would wait for ever."""
+    code = '''if True:
+        import os, pathlib, signal, sys, time
+        sys.path.insert(0, sys.argv[1])
+        import prepare
+        from test_prepare import kill_one
+        forget = lambda *_: None
+        os.register_at_fork(after_in_child=lambda: (signal.signal(signal.SIGTERM, forget), time.sleep(2)))
+        try:
+            list(prepare.parallel(kill_one, pathlib.Path(), range(9), jobs=2))
+        except prepare.UserError as error:
+            print(error)'''
+    done = subprocess.run([sys.executable, '-c', code, str(ROOT)], cwd=ROOT / 'tests', capture_output=True,
+                          text=True, timeout=60)
+    assert 'a worker was killed' in done.stdout, done.stderr
+
+
 def test_a_data_set_that_appeared_meanwhile(tmp_path):
     target = tmp_path / 'd'
     with pytest.raises(UserError, match='could not be written'):
