@@ -232,9 +232,8 @@ def read_arguments():
 def main():
     args = read_arguments()
     entries = find_entries(args.entries, args.track)
-    for track in TRACKS:                                 # what is broken is told before any work
-        read_results(track, args.results)
-    if args.table and not read_results(args.track, args.results):
+    known = {track: read_results(track, args.results) for track in TRACKS}     # none is broken
+    if args.table and not known[args.track]:
         raise UserError(f'{args.results} has no results of the track {args.track}')
     failed = sweep(entries, args) if args.sweep else race(entries, args)
     if not args.sweep:

@@ -145,7 +145,7 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token takes top_k different choices, and its gates sum to 1 (or less: gates_sum_to_1 = False)"""
+    """a token's choices differ, at most top_k; its gates sum to 1 (or less: gates_sum_to_1 = False)"""
     least = int(getattr(model, 'gates_sum_to_1', True))
     for mode in ('eval', 'training'):
         found = model.train(mode == 'training').routes(x)
