@@ -36,8 +36,7 @@ from tqdm import tqdm
 
 import prepare
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
-                          short, write_json)
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, short, write_json
 from plumbing.machine import Machine
 
 PUBLISHED = Path(__file__).resolve().parent / 'docs/results/blimp_published.txt'
@@ -50,9 +49,7 @@ PUBLISHED = Path(__file__).resolve().parent / 'docs/results/blimp_published.txt'
 class Paradigm:
     phenomenon: str | None       # one of BLiMP's 12, if the rows name one
     field: str | None            # one of its 4: morphology, semantics, syntax, syntax_semantics
-    places: list                 # (file, line) of each pair
-    good: list                   # and its sentences
-    bad: list
+    pairs: list                  # ((file, line), good sentence, bad sentence)
 
 
 def read_pairs(data):
@@ -65,34 +62,18 @@ def read_pairs(data):
                         '(other pairs: with --name NAME --input FOLDER)')
     paradigms = {}
     for path in files:
-        lines = [(number, line) for number, line in read_lines(path) if not line.isspace()]
-        if not lines:
+        rows = list(prepare.read_rows(path, ['sentence_good', 'sentence_bad']))
+        if not rows:
             raise UserError(f'{path}: there is no pair in it')
-        for number, line in lines:
-            row = read_pair(path, number, line)
+        for number, row in rows:
+            good, bad = row['sentence_good'], row['sentence_bad']
+            if not good.strip() or not bad.strip():
+                raise UserError(f'{path}:{number}: a sentence is empty')
             name = str(row.get('UID') or path.stem)
             if name not in paradigms:
                 paradigms[name] = new_paradigm(row)
-            paradigms[name].places.append((path, number))
-            paradigms[name].good.append(row['sentence_good'])
-            paradigms[name].bad.append(row['sentence_bad'])
+            paradigms[name].pairs.append(((path, number), good, bad))
     return dict(sorted(paradigms.items()))
-
-
-def read_pair(path, number, line):
-    """The row of one line, with two sentences that can be scored."""
-    try:
-        row = parse_json(line)
-        for key in ('sentence_good', 'sentence_bad'):
-            row[key].encode('utf-8')             # JSON can spell half a character; UTF-8 cannot
-            if not row[key].strip():
-                raise KeyError
-    except ValueError as e:
-        raise UserError(f'{path}:{number}: not a row of JSON in Unicode ({e})') from None
-    except (KeyError, TypeError, AttributeError):
-        has = ', '.join(row) if isinstance(row, dict) else 'no fields'
-        raise UserError(f'{path}:{number}: no text in {key} (the row has: {has})') from None
-    return row
 
 
 def new_paradigm(row):
@@ -101,7 +82,7 @@ def new_paradigm(row):
     area = str(row.get('field') or '').replace('/', '_')
     if term == 's-selection':
         term = 'argument_structure'
-    return Paradigm(term or None, area or None, [], [], [])
+    return Paradigm(term or None, area or None, [])
 
 
 # ---- Scores -------------------------------------------------------------------------------------
@@ -118,7 +99,7 @@ class Sentences:
         self.end = tokenizer.end
         self.pad = tokenizer.pad
         self.n_vocab = tokenizer.n_vocab
-        texts = sorted({text for p in paradigms.values() for text in p.good + p.bad})
+        texts = sorted({text for p in paradigms.values() for _, *pair in p.pairs for text in pair})
         self.number = {text: i for i, text in enumerate(texts)}
         if mode == 'harness':
             self.ids = [self.end + tokenizer.encode(' ' + text) for text in texts]
@@ -163,11 +144,11 @@ def read_sentences(paradigms, args):
 def leave_out_long(paradigms, by_tokenizer, skip_long):
     """A cut sentence would get the score of another one, so nothing is cut. A pair that is too long
     for one model is an error, or is left out for all of them -> how many are left out."""
-    total = sum(len(p.places) for p in paradigms.values())
+    total = sum(len(p.pairs) for p in paradigms.values())
     long = {}                                            # {(file, line): how long}
     for p in paradigms.values():
         for s in by_tokenizer.values():
-            for place, good, bad in zip(p.places, p.good, p.bad):
+            for place, good, bad in p.pairs:
                 width = max(s.width[s.number[good]], s.width[s.number[bad]])
                 if width > s.context:
                     long[place] = f'needs {width} tokens of context, block_size is {s.context}'
@@ -176,11 +157,8 @@ def leave_out_long(paradigms, by_tokenizer, skip_long):
         raise UserError(f'{len(long):,} of {total:,} pairs are too long, the first is {path}:{number} '
                         f'({why}); --skip_long leaves them out, a larger block_size reads them')
     for name, p in list(paradigms.items()):
-        kept = [i for i, place in enumerate(p.places) if place not in long]
-        p.places = [p.places[i] for i in kept]
-        p.good = [p.good[i] for i in kept]
-        p.bad = [p.bad[i] for i in kept]
-        if not kept:
+        p.pairs = [pair for pair in p.pairs if pair[0] not in long]
+        if not p.pairs:
             print(f'{name} is left out: all its pairs are too long')
             del paradigms[name]
     return len(long)
@@ -220,11 +198,12 @@ def evaluate(paradigms, sentences, scores):
     """Per paradigm: accuracy, the shorter-sentence baseline (ties count half), and the scores."""
     result = {}
     for name, p in paradigms.items():
-        good_rows = [sentences.number[text] for text in p.good]
-        bad_rows = [sentences.number[text] for text in p.bad]
+        places, good_texts, bad_texts = zip(*p.pairs)
+        good_rows = [sentences.number[text] for text in good_texts]
+        bad_rows = [sentences.number[text] for text in bad_texts]
         good, bad = scores[good_rows], scores[bad_rows]
         fewer = np.sign(sentences.scored[bad_rows] - sentences.scored[good_rows])
-        identical = sum(a == b for a, b in zip(p.good, p.bad))
+        identical = sum(a == b for _, a, b in p.pairs)
         close = (good != bad) & (abs(good - bad) < 1e-4)     # another batch size may turn these round
         result[name] = dict(
             accuracy=100 * float((good >= bad).mean()),
@@ -233,8 +212,8 @@ def evaluate(paradigms, sentences, scores):
             identical=identical,
             ties=int((good == bad).sum()) - identical,           # between two different sentences
             close=int(close.sum()),
-            files=[path.name for path, _ in p.places],
-            lines=[number for _, number in p.places],
+            files=[path.name for path, _ in places],
+            lines=[number for _, number in places],
             good=[round(float(v), 6) for v in good],
             bad=[round(float(v), 6) for v in bad])
     return result

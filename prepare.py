@@ -34,24 +34,21 @@ from plumbing.wiki import read_wiki
 
 # ---- Readers: files -> documents ----------------------------------------------------------------
 
-def read_rows(path, fields):
-    """The documents of a .jsonl file: these fields (a,b,c) of each row, joined by a newline."""
-    names = [name.strip() for name in fields.split(',')]
+def read_rows(path, names, hint=''):
+    """(line number, row) of each row of a .jsonl file. These fields of it must hold text."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
-            text = '\n'.join(row[name] for name in names)
-            text.encode('utf-8')                         # a lone surrogate is not text
+            for name in names:
+                row[name].encode('utf-8')                # a lone surrogate is not text
         except ValueError as error:
             raise UserError(f'{path}:{number}: not a row of JSON in Unicode ({error})')
-        except (KeyError, TypeError):
-            row = row if isinstance(row, dict) else {}
-            name = next(name for name in names if not isinstance(row.get(name), str))
-            has = ', '.join(row) or 'no fields'
-            raise UserError(f"{path}:{number}: no text in '{name}' (the row has: {has}); see --field")
-        yield text
+        except (KeyError, TypeError, AttributeError):
+            has = ', '.join(row) if isinstance(row, dict) else 'no fields'
+            raise UserError(f"{path}:{number}: no text in '{name}' (the row has: {has}){hint}")
+        yield number, row
 
 
 def read_text(path, split, cuts):
@@ -88,7 +85,9 @@ def read_documents(path, cuts, split='auto', field='text'):
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
-        documents = read_rows(path, field)
+        names = [name.strip() for name in field.split(',')]
+        rows = read_rows(path, names, hint='; see --field')
+        documents = ('\n'.join(row[name] for name in names) for _, row in rows)
     return (text.strip('\n') for text in documents if text and not text.isspace())
 
 
@@ -326,7 +325,7 @@ def land_pairs(target, inputs, expected, overwrite):
     """Minimal pairs stay as they are: .jsonl files, whose rows are checked."""
     files = [path for _, path in find_files(inputs) if path.suffix == '.jsonl']
     with new_folder(target, overwrite) as work:
-        sizes = [sum(1 for _ in read_rows(path, 'sentence_good,sentence_bad')) for path in files]
+        sizes = [sum(1 for _ in read_rows(path, ['sentence_good', 'sentence_bad'])) for path in files]
         if not files or expected and sizes != [1000] * 67:
             raise UserError(f'the input has {len(files)} .jsonl files with {sum(sizes):,} pairs{expected}')
         for path in files:

@@ -54,7 +54,7 @@ def random_pairs(n, seed=0):
 
 def score_texts(model, texts, tokenizer=BYTES, mode='harness', budget=512):
     """{text: score}, as the tool finds it."""
-    paradigms = {'p': eval_blimp.Paradigm(None, None, [('f', 1)], list(texts), list(texts))}
+    paradigms = {'p': eval_blimp.Paradigm(None, None, [(('f', 1), text, text) for text in texts])}
     sentences = Sentences(paradigms, tokenizer, mode)
     scores = score_sentences(model, sentences, budget)
     return {text: float(scores[sentences.number[text]]) for text in texts}
@@ -195,7 +195,7 @@ def test_a_pair_fits_or_is_told_or_left_out(tmp_path, capsys, mode, longest):
         leave_out_long(paradigms, dict(bytes=sentences), skip_long=False)
     assert leave_out_long(paradigms, dict(bytes=sentences), skip_long=True) == 2
     assert 'q is left out' in capsys.readouterr().out
-    assert list(paradigms) == ['p'] and paradigms['p'].good == ['a', 'a' * longest]
+    assert list(paradigms) == ['p'] and [good for _, good, _ in paradigms['p'].pairs] == ['a', 'a' * longest]
     assert max(sentences.width[rows].max() for rows in sentences.batches(100)) == 7
     assert leave_out_long(paradigms, dict(bytes=sentences), skip_long=False) == 0
     sentences.context = 0
@@ -243,7 +243,7 @@ def test_batched_equals_one_by_one_for_every_config(smoke, data_dir, config):
     model, _ = load_checkpoint(folder)
     tokenizer = load_tokenizer(folder)
     toy = read_pairs(data_dir / 'toy_blimp').values()
-    pairs = [text for paradigm in toy for text in (paradigm.good[0], paradigm.bad[0])]
+    pairs = [text for paradigm in toy for text in paradigm.pairs[0][1:]]
     for mode in ('harness', 'babylm2025'):
         expected = {text: one_by_one(model, text, mode, tokenizer) for text in pairs}
         assert score_texts(model, pairs, tokenizer, mode, 4096) == pytest.approx(expected, abs=1e-4)
@@ -269,7 +269,7 @@ def test_order_of_files_and_batch_size_change_nothing(tmp_path):
 
 
 def test_batches_keep_to_their_budget_and_hold_everything():
-    paradigms = {'p': eval_blimp.Paradigm(None, None, [], *map(list, zip(*random_pairs(100))))}
+    paradigms = {'p': eval_blimp.Paradigm(None, None, [(('f', 1), *pair) for pair in random_pairs(100)])}
     sentences = Sentences(paradigms, BYTES)
     batches = list(sentences.batches(200))
     assert sorted(np.concatenate(batches)) == list(range(len(sentences.ids)))
@@ -455,7 +455,7 @@ def test_learning_curve_as_a_user_runs_it(run, curve, runs, tmp_path):
 @pytest.mark.parametrize('text, message', [
     ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", \n',
      r'p.jsonl:2: not a row of JSON'),
-    ('\n{"sentence_good": "a"}\n', r'p.jsonl:2: no text in sentence_bad'),
+    ('\n{"sentence_good": "a"}\n', r"p.jsonl:2: no text in 'sentence_bad'"),
     (None, 'no .jsonl file in'),
 ])
 def test_mistakes_are_one_line_and_exit_2(run, runs, tmp_path, text, message):
@@ -467,9 +467,9 @@ def test_mistakes_are_one_line_and_exit_2(run, runs, tmp_path, text, message):
 
 
 @pytest.mark.parametrize('line, message', [
-    ('[1, 2]', r':1: no text in sentence_good \(the row has: no fields'),
-    ('{"sentence_good": 3, "sentence_bad": "b"}', ':1: no text in sentence_good'),
-    ('{"sentence_good": "a", "sentence_bad": " "}', ':1: no text in sentence_bad'),
+    ('[1, 2]', r":1: no text in 'sentence_good' \(the row has: no fields"),
+    ('{"sentence_good": 3, "sentence_bad": "b"}', ":1: no text in 'sentence_good'"),
+    ('{"sentence_good": "a", "sentence_bad": " "}', ':1: a sentence is empty'),
     ('{"sentence_good": "a", "sentence_bad": "\\ud800"}', ':1: not a row of JSON in Unicode'),
     ('{"a":' * 100_000, ':1: .*nested too deeply'),
     ('', 'there is no pair in it'),
