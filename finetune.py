@@ -29,8 +29,8 @@ from tqdm import tqdm
 import prepare
 from lora import add_lora, merge_lora
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, check_writable, parse_json, read_lines, run_main, short,
-                          write_json)
+from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
+                          short, write_json)
 from plumbing.data import as_tensor, tokens_at
 from plumbing.machine import Machine, Replay
 from plumbing.models import model_file
@@ -389,22 +389,20 @@ def read_arguments():
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
     parser.add_argument('--full', action='store_true', help='train all weights, not only adapters')
     parser.add_argument('--seeds', help="such as 3,12,42; each task's own if not given (the paper's)")
-    parser.add_argument('--rank', type=int, default=8, help='of the adapters')
-    parser.add_argument('--epochs', type=int, default=32, help='at most')
-    parser.add_argument('--patience', type=int, default=5, help='epochs without a better score')
-    parser.add_argument('--batch_size', type=int, default=64, help='examples in a step')
-    parser.add_argument('--learning_rate', type=float, default=1e-3, help='falls linearly to zero')
-    parser.add_argument('--length', type=int, default=128, help='tokens (at most block_size)')
-    parser.add_argument('--num', type=int, help='train on the first NUM examples only')
+    count = between(1, 10 ** 6)
+    parser.add_argument('--rank', type=count, default=8, help='of the adapters')
+    parser.add_argument('--epochs', type=count, default=32, help='at most')
+    parser.add_argument('--patience', type=count, default=5, help='epochs without a better score')
+    parser.add_argument('--batch_size', type=count, default=64, help='examples in a step')
+    parser.add_argument('--learning_rate', type=between(1e-12, 1e6, float), default=1e-3,
+                        help='falls linearly to zero')
+    parser.add_argument('--length', type=between(8, 10 ** 6), default=128,
+                        help='tokens (at most block_size)')
+    parser.add_argument('--num', type=count, help='train on the first NUM examples only')
     parser.add_argument('--blimp', type=Path, help='a result of eval_blimp.py --json')
     parser.add_argument('--json', type=Path, help='file for the scores of all epochs')
     parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
-    least = dict(rank=1, epochs=1, patience=1, batch_size=1, learning_rate=1e-12, num=1, length=8)
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and not smallest <= value <= 10 ** 6:
-            raise UserError(f'--{name} {value}: it must be from {smallest} to 1,000,000')
     if args.seeds:
         seeds = args.seeds.split(',')
         if not all(re.fullmatch('[0-9]{1,18}', seed) for seed in seeds) or len(set(seeds)) < len(seeds):

@@ -64,17 +64,16 @@ def read_arguments():
     parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337, help='of the draws')
     parser.add_argument('--device', default='auto',
                         help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
-    parser.add_argument('--next', type=between(1, 65536), metavar='N',
-                        help='print the N most probable next tokens instead of text')
-    parser.add_argument('--routes', action='store_true',
-                        help='print the blocks and experts that each token took')
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument('--next', type=between(1, 65536), metavar='N',
+                       help='print the N most probable next tokens instead of text')
+    shown.add_argument('--routes', action='store_true',
+                       help='print the blocks and experts that each token took')
     args = parser.parse_args()
     if args.temperature < 1e-3:                          # a softmax of logits / 1e-320 is not a number
         args.temperature = 0
     if any('\ud800' <= letter <= '\udfff' for letter in args.prompt):
         raise UserError('--prompt is not UTF-8')
-    if args.next is not None and args.routes:
-        raise UserError('--next prints tokens, --routes a text and its routes: choose one')
     return args
 
 
@@ -92,7 +91,7 @@ def main():
     while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:
         ids.pop()                                # leave the last chunk open, to continue it
     prompt = torch.tensor([ids], device=device)
-    if args.next is not None:
+    if args.next:
         over = max(0, len(ids) - limit)
         whole = -(-over // slots) * slots        # only whole chunks are cut off in front
         show_next(model, tokenizer, prompt[:, whole:], args.next)

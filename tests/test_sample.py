@@ -69,7 +69,7 @@ def test_routes(call):
 def test_routes_of_the_prompt_alone(call, run, trained):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 0)
     assert text.startswith('The dogs\n\ntoken') and text.splitlines()[-1].startswith(' dogs')
-    assert 'choose one' in run('sample.py', trained, '--next', 3, '--routes', code=2).stderr
+    assert 'not allowed with' in run('sample.py', trained, '--next', 3, '--routes', code=2).stderr
 
 
 def test_the_heaviest_choice_comes_first(data_dir, capsys):
