@@ -270,10 +270,10 @@ class Data:
         return {key: getattr(self, key) for key in ('epoch', 'position', 'words', 'seen', 'unit', 'size')}
 
     def load_state(self, state):
-        if state['size'] not in (0, self.size):          # 0: an older run, which did not save it
+        if state['size'] != self.size:
             raise UserError(f"the run read a text of {state['size']:,} tokens, but now it has "
                             f'{self.size:,}: restore it, or start a new run with --init_from')
-        self.__dict__.update(state, size=self.size)
+        self.__dict__.update(state)
         self.starts = self.order(self.epoch)
 
 
