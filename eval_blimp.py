@@ -326,18 +326,17 @@ def show(paradigms, runs, skipped, args):
 
 
 def plot(runs, path):
-    """Accuracy over words (or steps), a line per run."""
+    """Accuracy over words, a line per run."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    x = 'words' if all(run['words'] for run in runs) else 'iter'
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for folder in dict.fromkeys(run['folder'] for run in runs):
-        points = sorted((run[x], run['overall']) for run in runs if run['folder'] == folder)
+        points = sorted((run['words'], run['overall']) for run in runs if run['folder'] == folder)
         axes.plot(*zip(*points), marker='o', label=folder)
     shorter = {name: r['shorter'] for name, r in runs[0]['paradigms'].items()}
     axes.axhline(mean(shorter, list(shorter)), color='grey', linestyle=':', label='fewer tokens')
-    axes.set(xlabel='words' if x == 'words' else 'steps', ylabel='BLiMP accuracy (%)')
+    axes.set(xlabel='words', ylabel='BLiMP accuracy (%)')
     axes.legend()
     figure.savefig(path, dpi=150, bbox_inches='tight', format=path.suffix[1:] or 'png')
 
