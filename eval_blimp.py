@@ -172,23 +172,18 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
     length = torch.tensor(s.length, device=device)
     start = length.cumsum(0) - length                    # of each sentence in flat
     end = torch.tensor(s.end, device=device)
-    batches = list(s.batches(budget))
-    widths = [int(s.width[rows[0]]) for rows in batches]         # the first is the widest
-    total = sum(len(rows) * T for rows, T in zip(batches, widths))
     scores = np.zeros(len(s.ids))
-    with tqdm(total=total, unit='token', unit_scale=True, smoothing=0, leave=False,
-              disable=None) as bar:
-        for rows, T in zip(batches, widths):
-            at = torch.from_numpy(rows).to(device)
-            t = torch.arange(T + 1, device=device)
-            inside = t < length[at, None]                                    # (B, T + 1)
-            positions = (start[at, None] + t).clamp(max=len(flat) - 1)
-            ids = torch.where(inside, flat[positions], end[t % s.slots])     # end-of-text behind
-            is_target = inside & (t >= s.slots) & (ids != s.pad)
-            targets = ids.masked_fill(~is_target, -1)
-            _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')
-            scores[rows] = -nats.cpu().double().sum(1).numpy()
-            bar.update(len(rows) * T)                    # tokens as computed, padding included
+    for rows in tqdm(list(s.batches(budget)), unit='batch', leave=False, disable=None):
+        at = torch.from_numpy(rows).to(device)
+        width = int(s.width[rows[0]])                    # the first is the widest
+        t = torch.arange(width + 1, device=device)
+        inside = t < length[at, None]                                    # (B, width + 1)
+        positions = (start[at, None] + t).clamp(max=len(flat) - 1)
+        ids = torch.where(inside, flat[positions], end[t % s.slots])     # end-of-text behind
+        is_target = inside & (t >= s.slots) & (ids != s.pad)
+        targets = ids.masked_fill(~is_target, -1)
+        _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')
+        scores[rows] = -nats.cpu().double().sum(1).numpy()
     if np.isnan(scores).any():
         raise UserError("the model's probabilities are not numbers (nan): this checkpoint is broken")
     return scores

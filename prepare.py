@@ -191,11 +191,11 @@ def read_spans(folder, spans):
 def batches(spans, size):
     """Runs of documents of about `size` bytes together."""
     step = max(1, size * len(spans) // (1 + sum(length for _, length in spans)))
-    return (spans[i:i + step] for i in range(0, len(spans), step))
+    return [spans[i:i + step] for i in range(0, len(spans), step)]
 
 
 def parallel(function, folder, tasks, jobs):
-    """function(folder, task) for each task, in order. imap draws tasks only as they are needed."""
+    """function(folder, task) for each task, in order."""
     function = functools.partial(function, folder)
     if jobs == 1:
         yield from map(function, tasks)
@@ -244,26 +244,25 @@ cached_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # once per wo
 
 
 def encode_batch(folder, spans):
-    """Some documents' ids as bytes, their words, their size."""
+    """Some documents' ids as bytes, and how many words they have."""
     tokenizer = cached_tokenizer(folder)
     ids, words = [], 0
     for text in read_spans(folder, spans):
         ids += [np.array(part, dtype=np.uint16) for part in tokenizer.encode_parts(text)]
         ids.append(np.array(tokenizer.end, dtype=np.uint16))
         words += len(text.split())
-    return np.concatenate(ids).tobytes(), words, sum(size for _, size in spans)
+    return np.concatenate(ids).tobytes(), words
 
 
 def encode_split(work, split, spans, end, jobs):
     """Write one bin; returns its counts. Words and bytes are those of the raw text."""
-    whole = sum(size for _, size in spans)
-    total = Counter(tokens=len(end), documents=len(spans), words=0, bytes=whole)
-    with open(work / f'{split}.bin', 'wb') as file, \
-            tqdm(total=whole, unit='B', unit_scale=True, desc=split, leave=False, disable=None) as bar:
+    total = Counter(tokens=len(end), documents=len(spans), words=0, bytes=sum(size for _, size in spans))
+    tasks = batches(spans, 2 ** 20 // len(end))
+    with open(work / f'{split}.bin', 'wb') as file:
         file.write(np.array(end, dtype=np.uint16).tobytes())
-        for ids, words, size in parallel(encode_batch, work, batches(spans, 2 ** 20 // len(end)), jobs):
+        encoded = parallel(encode_batch, work, tasks, jobs)
+        for ids, words in tqdm(encoded, split, len(tasks), unit='batch', leave=False, disable=None):
             total.update(tokens=file.write(ids) // 2, words=words)
-            bar.update(size)
     return dict(total)
 
 
