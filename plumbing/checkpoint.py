@@ -23,7 +23,7 @@ from plumbing.tokenizer import load_tokenizer
 
 PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
-             frozen=list[str], token=str)
+             frozen=list[str], shards=int, token=str)
 TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 ADAPTER = dict(rank=int, alpha=float, dropout=float, only=str | None, also=str | None)
@@ -56,17 +56,15 @@ def read_checkpoint(path):
 
 def check_parts(ckpt):
     """The checkpoint, every part but `config` of the right type and in range; raises if not."""
-    count_parts(ckpt)
-    known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
-    s = Settings(**sort_keys(known, Settings)[0])        # a setting that was not there yet has its default
-    ckpt = {'adapted': [], 'frozen': [], 'seconds': 0.0, 'token': '', **ckpt, 'settings': asdict(s)}
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
-    ckpt |= {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
+    ckpt = {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
+    known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
+    s = Settings(**sort_keys(known, Settings)[0])        # one that was not there yet has its default
+    ckpt['settings'] = asdict(s)
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
-        place = dict(seen=ckpt['iter'] * ckpt['rows'], unit=ckpt['rows'], size=0)    # older runs have none
-        ckpt['data'] = {key: fit((place | ckpt['data'])[key], kind) for key, kind in PLACE.items()}
+        ckpt['data'] = {key: fit(ckpt['data'][key], kind) for key, kind in PLACE.items()}
         counts += [ckpt['log_bytes'], ckpt['seconds'], *ckpt['data'].values()]
         counts += [ckpt['rows'] - 1, ckpt['data']['unit'] - 1]           # at least 1
     if not all(0 <= count <= LARGEST for count in counts):
@@ -86,8 +84,6 @@ def add_shards(ckpt, file):
     if lost:
         raise UserError(f'shards/{lost[0]} is missing')
     parts = [unpickle(each) for each in files]
-    for part in [ckpt, *parts]:
-        count_parts(part)
     ranks = [part.pop('rank') for part in parts]
     ckpt = merge_trees([ckpt, *parts])
     ckpt['weights'] = {name: join_rows(rows) for name, rows in ckpt['weights'].items()}
@@ -96,12 +92,10 @@ def add_shards(ckpt, file):
 
 def named_shards(ckpt, file):
     """The files of the parts that a checkpoint names."""
-    n = fit(ckpt.get('shards', 0), int)
-    if n == 0:
-        return []
-    if not 2 <= n <= 2 ** 16 or not re.fullmatch('[0-9a-f]{8}', ckpt['token']):
+    it, token, n = fit(ckpt['iter'], int), ckpt['token'], fit(ckpt['shards'], int)
+    if not 0 <= n <= 2 ** 16 or not re.fullmatch('([0-9a-f]{8})?', token):
         raise ValueError
-    return shard_files(file, fit(ckpt['iter'], int), ckpt['token'], n)
+    return shard_files(file, it, token, n)
 
 
 def unpickle(file):
@@ -112,7 +106,9 @@ def unpickle(file):
     if unpacked > file.stat().st_size:
         raise UserError('it unpacks to more than its size')
     with warnings.catch_warnings(action='ignore'):       # about other formats
-        return torch.load(file, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        ckpt = torch.load(file, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+    count_parts(ckpt)
+    return ckpt
 
 
 def count_parts(value, left=10 ** 6):

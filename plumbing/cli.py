@@ -33,21 +33,19 @@ NANOGPT = dict(
     wandb_project='not needed: the log is log.jsonl in the run\'s folder')
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Help that shows defaults."""
-
-    def _get_help_string(self, action):
-        shown = action.option_strings and action.default and action.default != argparse.SUPPRESS
-        return f'{action.help} (default %(default)s)' if shown else action.help
-
-
 class Parser(argparse.ArgumentParser):
     """A script's command line. The script's docstring is the help."""
 
     def __init__(self, doc):
         spec = sys.modules['__main__'].__spec__          # there is one for python -m tools.NAME
         prog = f'python -m {spec.name}' if spec else None
-        super().__init__(prog, description=doc, formatter_class=Help)
+        super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def add_argument(self, *names, **settings):
+        """The help of an option ends with its default."""
+        if names[0].startswith('--') and settings.get('default'):
+            settings['help'] += ' (default %(default)s)'
+        return super().add_argument(*names, **settings)
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args

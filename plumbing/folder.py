@@ -80,7 +80,7 @@ class RunFolder:
                             '--overwrite to start anew, or choose another --out_dir')
         is_there = s.resume and (self.path / 'ckpt.pt').exists()
         ckpt = read_checkpoint(self.path) if is_there else None
-        found = ckpt and (ckpt['iter'], ckpt['token'], ckpt['seconds'])
+        found = ckpt and (ckpt['iter'], ckpt['token'], ckpt.get('seconds'))
         if len({*self.machine.gather(found)}) > 1:
             self.machine.fail(f'the processes do not find the same checkpoint in {self.path}: it must be '
                               'on a disk that all machines see')

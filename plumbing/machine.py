@@ -94,13 +94,12 @@ class Machine:
             generator.set_rng_state(state['device'])
 
 
-def find_device(name):
-    kind = name
+def find_device(kind):
     if kind == 'auto':
         kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
         kind = 'cuda' if torch.cuda.is_available() else kind
     if kind not in ('cuda', 'mps', 'cpu'):
-        raise UserError(f"device '{name}' is unknown; it can be auto, cuda, mps or cpu "
+        raise UserError(f"device '{kind}' is unknown; it can be auto, cuda, mps or cpu "
                         '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)')
     index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
     device = torch.device(kind, index)

@@ -335,7 +335,8 @@ def runs(tmp_path_factory):
         for name, step in (('ckpt', 20), ('ckpt_2K', 2), ('ckpt_10K', 10)):
             model = tiny_moep(form, seed=step)
             state = dict(model='moep', config=asdict(model.config), settings={}, iter=step,
-                         tokenizer=tokenizer, weights=model.state_dict(), words=1000.0 * step)
+                         tokenizer=tokenizer, weights=model.state_dict(), words=1000.0 * step,
+                         adapted=[], frozen=[], shards=0, token='')
             torch.save(state, root / form / f'{name}.pt')
     return root
 

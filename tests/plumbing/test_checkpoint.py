@@ -26,8 +26,8 @@ def state(**changes):
     model = moep.Model(moep.Config(**SMALL))
     config, settings = dataclasses.asdict(model.config), dataclasses.asdict(Settings())
     weights = dict(model='moep', config=config, settings=settings, iter=3, tokenizer='its hash',
-                   weights=model.state_dict(), words=12.0, adapted=[], frozen=[])
-    place = dict(epoch=0, position=48, words=12.0, seen=48, unit=16)
+                   weights=model.state_dict(), words=12.0, adapted=[], frozen=[], shards=0, token='')
+    place = dict(epoch=0, position=48, words=12.0, seen=48, unit=16, size=9999)
     rest = dict(optimizer={}, data=place, ranks=[{}], log_bytes=0, seconds=1.0)
     return {**weights, **rest, **changes}
 
@@ -37,7 +37,6 @@ def test_a_folder_or_a_file_is_read(tmp_path):
     for path in (tmp_path, str(tmp_path), tmp_path / 'ckpt.pt'):
         ckpt = read_checkpoint(path)
         assert ckpt['iter'] == 3 and ckpt['folder'] == str(tmp_path)
-        assert ckpt['data']['size'] == 0                 # older runs did not count their tokens
     model, ckpt = load_checkpoint(tmp_path)
     assert not model.training and torch.equal(model.wte.weight, ckpt['weights']['wte.weight'])
 
