@@ -52,9 +52,9 @@ class PaPaformerConfig:
     n_embd: int = 256              # their width, d_L
     ffn_hidden: int | None = None  # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     n_parallel: int = 3            # parallel layers; 0 makes this a plain LLaMA: a baseline, a path
-    path_embd: list = field(default_factory=lambda: [128, 128])  # d' of the k paths
-    path_head: list = field(default_factory=lambda: [4, 4])      # attention heads of each path
-    path_ffn_hidden: list | None = None                          # ffn_hidden of each path
+    path_embd: list[int] = field(default_factory=lambda: [128, 128])  # d' of the k paths
+    path_head: list[int] = field(default_factory=lambda: [4, 4])      # attention heads of each path
+    path_ffn_hidden: list[int] | None = None                          # ffn_hidden of each path
     connection: str = 'share'      # what joins the outputs of the paths: share | gumbel1 | gumbel2
     temperature: float = 1.0       # of the Gumbel-softmax
     hard: bool = True              # one choice per token, straight-through gradient; False: soft

@@ -95,14 +95,14 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """Attention, then the FFN or the experts. `layer` is its place in the KV cache."""
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, router):           # router: a class, Router or your own
         super().__init__()
         c, D = config, config.n_embd
         self.config = config
         self.layer = layer
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # Muon takes each by itself
         self.proj = nn.Linear(D, D, bias=False)
-        self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c)
+        self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c, router)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, past=0, cache=None):
@@ -174,12 +174,12 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """out[t] = K * sum_k gate[t, k] * Expert_choice[t, k](x[t]) + what the shared experts return"""
-    def __init__(self, config):
+    def __init__(self, config, router):
         super().__init__()
         c, D = config, config.n_embd
         hidden = 4 * D // (c.top_k + c.n_shared)
         self.config = c
-        self.router = Router(c)
+        self.router = router(c)
         self.fc = nn.Parameter(torch.empty(c.n_expert, D, hidden))
         self.down = nn.Parameter(torch.empty(c.n_expert, hidden, D))
         self.shared = FeedForward(D, c.n_shared * hidden) if c.n_shared else None
@@ -207,12 +207,14 @@ class Experts(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class Strong(nn.Module):
+    router = Router                                      # a class; a subclass can name another
+
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)  # also the output head
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(c, i, self.router) for i in range(c.n_layer))
         self.init_weights()
 
     def init_weights(self):
@@ -220,9 +222,11 @@ class Strong(nn.Module):
         The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small.
         So at first a token predicts itself, with a logit of 0.02 * n_embd: the loss is above ln V."""
         for name, p in self.named_parameters():
+            if 'router.' in name and not name.endswith('router.linear.weight'):
+                continue                                 # your own router's
             if '.proj' in name or '.down' in name:
                 nn.init.zeros_(p)
-            elif name == 'wte.weight' or 'router' in name:
+            elif name == 'wte.weight' or 'router.' in name:
                 nn.init.normal_(p, std=0.02)
             else:
                 nn.init.normal_(p, std=1 / math.sqrt(self.config.n_embd))
@@ -273,10 +277,10 @@ class Strong(nn.Module):
         found = {}                                       # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
-                if isinstance(module, Router):
+                if isinstance(module, self.router):
                     def record(router, _, output, name=name.removesuffix('.ffn.router')):
                         gate_NK, choice_NK, _ = output
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), len(router.linear.weight))
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), self.config.n_expert)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)

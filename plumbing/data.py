@@ -328,5 +328,5 @@ def route_shares(model, x, machine):
     for name, gate in routes.items():
         taken = gate if gate.all() else gate != 0
         count = taken.flatten(0, 1).sum(0).cpu().double()
-        shares[name] = [round(v, 4) for v in (count / count.sum()).tolist()]
+        shares[name] = [round(v, 4) for v in (count / count.sum().clamp(min=1)).tolist()]
     return shares

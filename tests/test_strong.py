@@ -168,6 +168,32 @@ def test_initialisation():
             assert abs(p.std() - std) <= (0.15 if 'router' in name else 0.03) * std, name
 
 
+class LoudRouter(strong.Router):
+    """Its gates are twice as large, by a parameter of its own."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.full((1, 1), 2.0))
+
+    def forward(self, x_ND):
+        gate_NK, choice_NK, balance = super().forward(x_ND)
+        return self.scale * gate_NK, choice_NK, balance
+
+
+class LoudStrong(Strong):
+    router = LoudRouter
+
+
+def test_a_router_of_ones_own():
+    """All layers use it, its parameters keep their values, and routes() shows its gates."""
+    model = LoudStrong(StrongConfig(**ROUTED)).eval()
+    routers = [part for part in model.modules() if isinstance(part, strong.Router)]
+    assert len(routers) == ROUTED['n_layer'] and all(type(part) is LoudRouter for part in routers)
+    assert all(part.scale.item() == 2.0 for part in routers)
+    gates = model.routes(tokens())
+    assert len(gates) == len(routers)
+    assert all(torch.allclose(gate.sum(-1), torch.tensor(2.0)) for gate in gates.values())
+
+
 def test_dropout_places(monkeypatch):
     """On the embeddings, on attention and on both branches of a block, in training only."""
     for config in (SMALL, ROUTED):

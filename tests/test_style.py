@@ -69,7 +69,7 @@ def test_what_is_at_the_top_is_known():
 
 def test_the_top_together():
     total = sum(size(ROOT / f'{name}.py') for name in [*MODELS, *SCRIPTS])
-    assert total <= 4934, f'the files at the top have {total} lines'
+    assert total <= 4940, f'the files at the top have {total} lines'
 
 
 def test_plumbing_together():

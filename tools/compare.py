@@ -140,7 +140,7 @@ def make_cells(about, last, steps, evals, aux):
     for layer in dict.fromkeys(key[1] for key in last if key[:1] == ('route',)):
         shares = [share for key, share in last.items() if key[:2] == ('route', layer)]
         parts = [share / sum(shares) for share in shares if share > 0]
-        effective = math.exp(-sum(p * math.log(p) for p in parts))
+        effective = math.exp(-sum(p * math.log(p) for p in parts)) if parts else 0.0
         balance.append((effective / len(shares), f'{effective:.2f} of {len(shares)}', layer))
     if balance:
         unused = [share < UNUSED for key, share in last.items() if key[:1] == ('route',)]

@@ -304,10 +304,10 @@ def test_tokens_that_no_tokenizer_has(tmp_path, data_dir):
 
 
 def test_shares_of_routes():
-    """Counted where some get nothing; where all get something, the gates are added up."""
+    """Counted where some get nothing; where all get something, the gates are added up; 0 if none does."""
     hard = torch.tensor([[[0.7, 0.3, 0.0], [0.0, 0.6, 0.4]]])
     soft = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.2, 0.3]]])
-    routes = dict(hard=hard, soft=soft)
+    routes = dict(hard=hard, soft=soft, none=torch.zeros(1, 2, 3))
     model = SimpleNamespace(eval=lambda: None, train=lambda: None, routes=lambda x: routes)
     shares = route_shares(model, None, Machine('cpu'))
-    assert shares == dict(hard=[0.25, 0.5, 0.25], soft=[0.6, 0.2, 0.2])
+    assert shares == dict(hard=[0.25, 0.5, 0.25], soft=[0.6, 0.2, 0.2], none=[0.0, 0.0, 0.0])

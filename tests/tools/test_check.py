@@ -141,7 +141,7 @@ def test_a_fault_turns_no_other_row_red(patched, fault):
 
 
 @pytest.mark.parametrize('name, config, row, old, new', [
-    ('moduleformer', POOLS, 'routes', 'gate_NK, choice_NK = best_NE', 'gate_NK, choice_NK = 2 * best_NE'),
+    ('moduleformer', POOLS, 'routes', 'gate_NK, choice_NK = best_NE', 'gate_NK, choice_NK = -best_NE'),
     ('stlm', BYTES, 'causal', 'x + F.pad(before, (0, 0, 1, 0))', 'x + self.wte(chunks)'),
     ('stlm', BYTES, 'cached', 'done = whole - max(1, limit // 2)', 'done = whole - limit + 1')])
 def test_faults_of_other_models(patched, name, config, row, old, new):

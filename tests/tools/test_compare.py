@@ -62,7 +62,9 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
     routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
     write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
               step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25), evaluation(3, 2.0, routes))
+    nothing = dict(first=[0.25, 0.25, 0.25, 0.25], second=[0.0, 0.0, 0.0, 0.0])
     write_log(tmp_path / 'b', start(seed=2), step(1))
+    write_log(tmp_path / 'c', start(seed=2), step(1), evaluation(1, 2.0, nothing))
     text = run('tools.compare', 'a', 'b', '--html=page.html', cwd=tmp_path, here=True).stdout
     assert text.endswith('page.html: open it in a browser\n')
     table = cells(text)
@@ -75,6 +77,8 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
     assert table['toy: last perplexity'] == [f'{math.exp(2):.4f}', '-']
     assert table['unused choices'] == ['2 of 8', '-'] and table['in layer'] == ['first', '-']
     assert table['fewest effective choices'] == ['2.10 of 4', '-']
+    idle = cells(run('tools.compare', 'c', cwd=tmp_path, here=True).stdout)
+    assert idle['fewest effective choices'] == ['0.00 of 4'] and idle['in layer'] == ['second']
     assert table['seed'] == ['1', '2'] and 'n_layer' not in table and 'out_dir' not in table
     assert max(map(len, text.splitlines())) <= 100
 
