@@ -1,8 +1,8 @@
 """
 Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
 
-    python -m tools.check mine --top_k=1    # mine.py with config/mine.py or config/arena/toy/mine.py
-    python -m tools.check arena/mine.py     # with config/arena/toy/mine.py or router_mine.py there
+    python -m tools.check mine --top_k=1  # mine.py with config/mine.py or config/arena/toy/mine.py
+    python -m tools.check arena/mine.py   # with config/arena/toy/mine.py or router_mine.py there
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
 all weights, since a gate that starts at zero hides its faults. The exit code is 1 if one is found.
@@ -145,17 +145,17 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token's choices differ, at most top_k; its gates sum to 1 (or not: gates_sum_to_1 = False)"""
+    """a token's choices differ, at most top_k; gates sum to 1 (unless gates_sum_to_1 = False)"""
+    free = not getattr(model, 'gates_sum_to_1', True)
     for mode in ('eval', 'training'):
         found = model.train(mode == 'training').routes(x)
         took = {name: int((gate > 0).sum(-1).max()) for name, gate in found.items()}
         for name, gate in found.items():
             assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
-            assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is negative, or not finite'
+            assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
             total = gate.sum(-1)
-            free = not getattr(model, 'gates_sum_to_1', True)
-            assert free or same(total, torch.ones_like(total)), f'{name}: gates sum to {total.min():.3g} ' \
-                f'up to {total.max():.3g}, not to 1; if they may, the model says gates_sum_to_1 = False'
+            assert free or same(total, torch.ones_like(total)), f'{name}: gates sum to ' \
+                f'{total.min():.3g} up to {total.max():.3g}, not 1; if they may, set gates_sum_to_1 = False'
         for name, chosen in choices(model, x).items():
             assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
             took[name] = chosen.size(1)
@@ -228,8 +228,8 @@ def main():
     parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
     name = '.'.join(Path(args.model.removesuffix('.py')).parts)
-    short = name.removeprefix('arena.')
-    paths = [f'config/{name}.py', f'config/arena/toy/{short}.py', f'config/arena/toy/router_{short}.py']
+    toy = f"config/arena/toy/{name.removeprefix('arena.')}.py"
+    paths = [f'config/{name}.py', toy, toy.replace('/toy/', '/toy/router_')]
     given = [args.config] if args.config else [path for path in paths if Path(path).exists()][:1]
     s, module, keys = read_settings([*given, *extra, f'--model={name}'])
     if s.init_from:

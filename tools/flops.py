@@ -25,6 +25,6 @@ def training_flops(name, config, active, T):
         kinds = [kind.__module__ for kind in import_model(name).Model.__mro__]
     known = [kind for kind in kinds if kind in ATTENTION]
     if not known:
-        raise UserError(f'tools/flops.py cannot count the attention of {name}: add a line to ATTENTION, '
-                        f'such as {name}=lambda c: c.n_layer * c.n_embd')
+        raise UserError(f'tools/flops.py cannot count the attention of {name}: add to ATTENTION '
+                        f'a line such as {name}=lambda c: c.n_layer * c.n_embd')
     return 6 * active + 6 * ATTENTION[known[0]](config) * T          # T / 2 earlier tokens
