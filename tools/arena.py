@@ -127,7 +127,7 @@ def race(entries, args):
             made += [read_kept(file), began_as(out)]
             if seed <= args.seeds and not file.exists():
                 more.append((seed, name, entry, file, out))
-        check_kept(entry, made, more, f'{results}/{name}_?.json and {runs}/{name}_?')
+        check_kept(entry, made, more, f'{results}/{name}_?.json {runs}/{name}_?')
         if not any(made):
             new.append(name)
         left += more
@@ -191,7 +191,7 @@ def sweep(entries, args):
         made = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
         made += [began_as(runs / f'{name}_{setting}') for setting in wanted]
         left = [setting for setting in wanted if setting not in found]
-        check_kept(entry, made, left, f'{file} and {runs}/{name}_{key}=*')
+        check_kept(entry, made, left, f'{file} {runs}/{name}_{key}=*')
         if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):
             failed.append(fault)
             continue

@@ -174,7 +174,7 @@ def check_kept(entry, made, left, where):
     for key, what in dict(configs='config', checksum='code').items():
         if all(each.get(key, entry[key]) == entry[key] for each in made):
             continue
-        changed = f'the {what} has changed since {where} were made'
+        changed = f'the {what} has changed since this entry ran'
         if left or key == 'configs':
-            raise UserError(f'{changed}: delete those files, or rename the config')
-        print(f'{changed}; to run the entry again, delete those files')
+            raise UserError(f'{changed}: rename the config, or delete the old results: rm -rf {where}')
+        print(f'{changed}; to run it again, delete the old results: rm -rf {where}')

@@ -160,6 +160,10 @@ arena.run_main(arena.main)"""
     assert (tmp_path / 'r/toy/long_1.json').exists()
 
 
+CHANGED = 'has changed since this entry ran'
+DELETE = 'delete the old results: rm -rf r/toy/mine_?.json out/arena/toy/mine_?'
+
+
 def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     """Neither its results are kept as they are, nor is its run resumed."""
     go('mine.py', '--seeds=1')
@@ -167,8 +171,7 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     config.write_text('# only a comment\n' + TINY)
     go('mine.py', '--seeds=1')
     config.write_text(TINY.replace('1e-2', '1e-3'))
-    refused = ('the config has changed since r/toy/mine_?.json and out/arena/toy/mine_? were made: '
-               'delete those files, or rename the config')
+    refused = f'the config {CHANGED}: rename the config, or {DELETE}'
     assert refused in go('mine.py', code=2).stderr
     (tmp_path / 'r/toy/mine_1.json').unlink()
     assert refused in go('mine.py', '--seeds=1', code=2).stderr
@@ -213,9 +216,6 @@ def code(track, tmp_path, monkeypatch):
     return code
 
 
-CODE_CHANGED = 'the code has changed since r/toy/mine_?.json and out/arena/toy/mine_? were made'
-
-
 def test_changed_code_is_told(track, go, code):
     """If nothing is left to run, results stay, with a line about it; a comment is no change."""
     go('mine.py', '--seeds=2')
@@ -223,14 +223,14 @@ def test_changed_code_is_told(track, go, code):
     code.write_text('"""Parts."""\nx = 1    # one\n')
     assert 'code' not in go('mine.py', '--seeds=2').stdout
     code.write_text('x = 2\n')
-    assert go('mine.py', '--seeds=2').stdout.count(f'{CODE_CHANGED}; to run the entry again') == 1
+    assert go('mine.py', '--seeds=2').stdout.count(f'the code {CHANGED}; to run it again, {DELETE}') == 1
     assert 'the code has changed' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
     assert len(track) == 7
 
 
 def test_other_code_is_not_mixed(track, go, code, tmp_path):
     """Neither with seeds that have run, asked for or not, nor with a run that was interrupted."""
-    refused = f'{CODE_CHANGED}: delete those files, or rename the config'
+    refused = f'the code {CHANGED}: rename the config, or {DELETE}'
     go('mine.py', '--seeds=2')
     code.write_text('x = 2\n')
     assert refused in go('mine.py', '--seeds=3', code=2).stderr
@@ -245,8 +245,8 @@ def test_other_code_is_not_mixed(track, go, code, tmp_path):
 
 
 def test_other_code_is_not_mixed_in_a_sweep(track, go, code, tmp_path):
-    refused = ('the code has changed since r/toy/sweeps/mine.json and '
-               'out/arena/toy/sweeps/mine_learning_rate=* were made: delete those files, or rename')
+    refused = (f'the code {CHANGED}: rename the config, or delete the old results: '
+               'rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=*')
     go('mine.py', '--sweep=learning_rate=1e-3')
     code.write_text('x = 2\n')
     assert refused in go('mine.py', '--sweep=learning_rate=1e-3,3e-3', code=2).stderr
@@ -448,7 +448,7 @@ def test_a_sweep(track, go, tmp_path):
     config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
     go('mine.py', '--sweep=learning_rate=3e-2')
     config.write_text(TINY.replace('dropout = 0.0', 'dropout = 0.1'))
-    told = 'sweeps/mine.json and out/arena/toy/sweeps/mine_learning_rate=* were made: delete'
+    told = 'rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=*'
     assert told in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
     assert len(track) == 3
 
@@ -597,7 +597,7 @@ def test_attention_by_hand():
 
 def test_a_model_whose_attention_is_not_known(monkeypatch):
     monkeypatch.delitem(flops.ATTENTION, 'moep')
-    with pytest.raises(UserError, match='add it to ATTENTION'):
+    with pytest.raises(UserError, match='add to ATTENTION a line such as moep=lambda c'):
         flops.training_flops('moep', None, 1, 1)
 
 
