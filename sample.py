@@ -97,7 +97,7 @@ def main():
         show_next(model, tokenizer, prompt[:, whole:], args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):
-        raise UserError('this model has no routers: every token takes the same path')
+        raise UserError('this model has no routers: there is nothing to choose')
 
     torch.manual_seed(args.seed)
     for n in range(args.num):

@@ -27,11 +27,11 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from plumbing.checkpoint import build_model, freeze, is_finite, start_model
+from plumbing.checkpoint import build_model, check_start, freeze, is_finite, start_model
 from plumbing.cli import UserError, run_main, short
 from plumbing.compiled import announce, compile_model
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
-from plumbing.folder import RunFolder, check_resume
+from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
 from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
@@ -144,7 +144,7 @@ def main():
     s, module, model_keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
     folder = RunFolder(s, machine)
-    ckpt = folder.find()                                 # what --resume goes on from, or None
+    ckpt = folder.find(model_keys)                       # what --resume goes on from, or None
 
     # data
     ranges, scored = named_sets(s)
@@ -166,7 +166,7 @@ def main():
     torch.manual_seed(s.seed)
     report = None
     if ckpt:
-        check_resume(ckpt, s, model_keys, corpus, machine)
+        check_start(ckpt, s, corpus)
         model = freeze(build_model(ckpt, machine.device), ckpt)
         del ckpt['weights']             # otherwise each process would hold them twice
     else:

@@ -216,7 +216,7 @@ def start_model(s, module, model_keys, corpus):
     ckpts = [read_checkpoint(path) for path in paths]
     operate = find_surgery(s.surgery, module) if s.surgery else None
     for ckpt in ckpts:
-        check_start(ckpt, s, operate, corpus)
+        check_start(ckpt, s, corpus, operate)
     if operate:
         return run_surgery(operate, ckpts, s, module, model_keys, corpus)
     if len(ckpts) > 1:
@@ -224,8 +224,8 @@ def start_model(s, module, model_keys, corpus):
     return freeze(build_model(ckpts[0], **model_keys), ckpts[0]), None
 
 
-def check_start(ckpt, s, operate, corpus):
-    """Whether a run can start from this checkpoint."""
+def check_start(ckpt, s, corpus, operate=None):
+    """Whether a run can start from this checkpoint, or go on from it."""
     home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, like lora
     is_own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
     has = f"{ckpt['folder']} holds a model of {model_file(ckpt['model'])}"
@@ -233,9 +233,9 @@ def check_start(ckpt, s, operate, corpus):
         raise UserError(f'{s.surgery} rebuilds models of {model_file(home.__name__)}, but {has}')
     if ckpt['model'] != s.model:
         raise UserError(f'{has}, but this run trains {model_file(s.model)}: '
-                        'a run starts only from one of the same file')
+                        f"a run starts only from one of the same file (--model={ckpt['model']})")
     if ckpt['tokenizer'] != corpus.hash:
-        raise UserError(f"{ckpt['folder']} was trained with another tokenizer than this data has")
+        raise UserError(f"{ckpt['folder']} has another tokenizer than {corpus.folder}: set --data")
     if s.overwrite and os.path.realpath(ckpt['folder']) == os.path.realpath(s.out_dir):
         raise UserError(f'the run starts from {s.out_dir}, which --overwrite deletes: set another --out_dir')
 
@@ -263,6 +263,8 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
         hint = ''
         if isinstance(e, AttributeError) and several:
             hint = ' (init_from is a list; this surgery may want one run)'
+        if str(e).startswith(f'{operate.__name__}() '):  # its arguments are wrong
+            hint = f'; it is {operate.__name__}{inspect.signature(operate)}'
         raise UserError(f'surgery {s.surgery}: {explain(e)}{hint}') from None
     model, report = result if isinstance(result, tuple) else (result, None)
     if not isinstance(model, module.Model):

@@ -75,8 +75,10 @@ class Corpus:
         self.hash = self.metas[first]['tokenizer']['hash']
         for name, other in self.metas.items():
             if other['tokenizer']['hash'] != self.hash:
-                raise UserError(f'{first} and {name} have different tokenizers; '
-                                f'prepare {name} again with --tokenizer {self.folder}')
+                cure = f'prepare {name} again with --tokenizer {self.folder}'
+                if name not in self.ranges:              # often a config's, for data of its own
+                    cure = f'{name} is only scored: set --eval_data'
+                raise UserError(f'{first} and {name} have different tokenizers; {cure}')
         self.tokenizer = load_tokenizer(self.folder)
         self.slots = len(self.tokenizer.end)             # of a chunk; a token is one
         self.pad = self.tokenizer.pad                    # never a target
@@ -127,12 +129,12 @@ class Data:
         self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world  # windows per step
         if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
             holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
-            how = 'set' if slots > 1 else 'prepare it without --chunks or --sentences, or train stlm with'
-            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: '
-                            f'{how} byte_limit={self.slots - 1}')
+            form = f'with --chunks {slots - 1}' if slots > 1 else 'without --chunks or --sentences'
+            block = f' and a block_size that is a multiple of {self.slots}' if seq_len % self.slots else ''
+            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: prepare it {form}, '
+                            f'or train stlm with byte_limit={self.slots - 1}{block}')
         if seq_len % self.slots or self.stride % self.slots:
-            raise UserError(f'seq_len and stride must be multiples of {self.slots}, '
-                            'the slots of a chunk of the data')
+            raise UserError(f'seq_len and stride must be multiples of {self.slots}, the slots of a chunk')
         self.sets = []                                   # (begin, end, passes, words per token)
         parts = []
         begin = 0

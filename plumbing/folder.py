@@ -23,11 +23,11 @@ from plumbing.tokenizer import copy_tokenizer
 
 # ---- Resuming -----------------------------------------------------------------------------------
 
-def check_resume(ckpt, s, model_keys, corpus, machine):
-    """A resumed run keeps model, tokenizer and data. Other settings may change, and are printed."""
+def check_resume(ckpt, s, model_keys, machine):
+    """A resumed run keeps its model and data. Other settings may change, and are printed."""
     if ckpt['model'] != s.model:
         raise UserError(f"{s.out_dir} holds a model of {model_file(ckpt['model'])}, "
-                        f'but this config trains {model_file(s.model)}')
+                        f'but this command trains {model_file(s.model)}')
     if 'optimizer' not in ckpt:
         raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
                         'start a new run from it with --init_from')
@@ -49,8 +49,6 @@ def check_resume(ckpt, s, model_keys, corpus, machine):
             raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: '
                             'resume with the same, or start a new run from it with --init_from')
         machine.say(f'resume    {key} was {before!r}, is now {value!r}')
-    if ckpt['tokenizer'] != corpus.hash:
-        raise UserError(f'{s.out_dir} was trained with another tokenizer than this data has')
     processes = len(ckpt['ranks'])
     if processes != machine.world:
         machine.say(f'resume    there were {processes} processes, there are now {machine.world}')
@@ -71,7 +69,7 @@ class RunFolder:
         self.path = Path(s.out_dir)
         self.began = time.monotonic()                    # or earlier, if the run is resumed
 
-    def find(self):
+    def find(self, model_keys):
         """The checkpoint that --resume goes on from, or None. No run is overwritten silently."""
         s = self.s
         writes = s.max_iters != 0 or s.surgery
@@ -84,7 +82,9 @@ class RunFolder:
         if len({*self.machine.gather(found)}) > 1:
             self.machine.fail(f'the processes do not find the same checkpoint in {self.path}: it must be '
                               'on a disk that all machines see')
-        if s.resume and not ckpt:
+        if ckpt:
+            check_resume(ckpt, s, model_keys, self.machine)
+        elif s.resume:
             self.machine.say(f'resume    nothing to resume in {self.path}: a new run begins')
         return ckpt
 
@@ -112,8 +112,7 @@ class RunFolder:
             return
         with open(log, 'rb') as file:
             kept = file.read(ckpt['log_bytes'])
-        lines = kept.splitlines(keepends=True)
-        whole = b''.join(line for line in lines if is_record(line))
+        whole = b''.join(line for line in kept.splitlines(keepends=True) if is_record(line))
         if len(whole) < ckpt['log_bytes']:
             self.machine.say(f'resume    {log} was damaged: it has lost lines since the checkpoint was saved')
         if whole == kept:

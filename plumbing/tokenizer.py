@@ -53,8 +53,7 @@ class Tokenizer:
         self.extra = extra                       # what meta.json must say besides, to make it again
         self.n_vocab = len(token_bytes)
         if self.n_vocab > 65536:
-            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16 bins; '
-                            '65,536 is the most')
+            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16: 65,536 is the most')
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -70,8 +69,7 @@ class Tokenizer:
         yield from map(self.encode_part, PARTS.findall(text[first:]))
 
     def decode_bytes(self, ids):
-        known = [i for i in ids if i < self.n_vocab]     # a model may pad its vocabulary
-        return b''.join(self.token_bytes[i] for i in known)
+        return b''.join(self.token_bytes[i] for i in ids if i < self.n_vocab)    # a model may have more
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', errors='replace')
@@ -311,8 +309,7 @@ def load_tokenizer(folder):
     spec = load_meta(folder)['tokenizer']
     path = Path(folder) / (spec['file'] or 'meta.json')
     if not path.is_file():
-        raise UserError(f'{path} is missing; copy it from the data set, '
-                        'or make that again with prepare.py')
+        raise UserError(f'{path} is missing; copy it from the data set, or make that again with prepare.py')
     kind = spec['kind']
     tokenizer = build_tokenizer(spec.get('base', kind), read_small(path))
     if kind in WRAPPERS:

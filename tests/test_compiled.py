@@ -102,13 +102,16 @@ def test_announce(tmp_path, monkeypatch):
     """The first step says that it waits for the compiler; the next start, how long that took."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     said = []
-    machine = SimpleNamespace(say=said.append, cuda=False, rank=0)
+    machine = SimpleNamespace(say=said.append, cuda=False, rank=0, device=torch.device('cpu'))
     for _ in range(2):
         step = compiled.announce(lambda x: 2 * x, machine, 'moep')
         assert [step(1), step(2)] == [2, 4]
     assert said[0] == 'compile   the first step waits for it (next time it is faster)'
     assert said[1] == said[3] == 'compiled  in 0 s'
     assert said[2] == 'compile   the first step waits for it: 0 s last time'
+    machine.device = torch.device('cuda')                # a CPU takes other times than a GPU
+    compiled.announce(lambda: 3, machine, 'moep')()
+    assert said[4] == said[0]
     monkeypatch.setattr('pathlib.Path.write_text', full)
     compiled.announce(lambda: 3, machine, 'moep')()      # a cache that cannot be written stops nobody
 

@@ -509,7 +509,7 @@ def test_a_disk_that_not_all_machines_see(tmp_path):
         machine.fail = lambda text: Machine.fail(machine, text)
         folder = RunFolder(Settings(out_dir=str(tmp_path / 'empty'), resume=True), machine)
         with pytest.raises(error, match='do not find the same checkpoint' if rank == 0 else '2'):
-            folder.find()
+            folder.find({})
 
 
 # ---- A disk that is full ------------------------------------------------------------------------

@@ -688,7 +688,7 @@ def test_mistakes_in_starting_from_other_runs(tiny, start, tmp_path):
              'insert_experts rebuilds models of moduleformer.py, but'),
             (['--surgery=my_surgery.nothing'], 'no surgery'),
             (['--surgery=math.pi'], 'math.py has no function pi'),
-            (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], 'x'),
+            (['--surgery=my_surgery.widen', '--surgery_args={"x": 1}'], "'x'; it is widen(model, "),
             (['--surgery=my_surgery.widen', '--n_embd=8'], 'n_embd'),
             (['--n_embd=32'], 'do not fit'),
             ([f'--init_from=["{base}", "{base}"]'], 'surgery'),
@@ -813,6 +813,9 @@ def test_broken_data(tiny, data_dir, tmp_path):
     data = '--data={"stories": (0, 1), "other": (0, 1)}'
     line = one_line(tiny('--max_iters=2', f'--data_dir={root}', data, code=2))
     assert 'different tokenizers' in line and '--tokenizer' in line
+    scored = ['--data=stories', '--eval_data=other']
+    line = one_line(tiny('--max_iters=2', f'--data_dir={root}', *scored, code=2))
+    assert 'different tokenizers; other is only scored: set --eval_data' in line
     assert not (tmp_path / 'run').exists()
 
 

@@ -199,7 +199,7 @@ def describe_run(path, args, machine):
         layers.append(dict(name=name, choices=gate.shape[1], width=width, gates=packed))
         layers[-1] |= describe_layer(gate[studied], ids[studied], classes[studied], sets[studied])
     if not layers:
-        notes.append('This model has no routers: every token takes the same path.')
+        notes.append('This model has no routers: there is nothing to choose.')
     loss = np.concatenate([nats for nats, _ in found])
     loss[ids == tokenizer.pad] = np.nan                  # what only fills a chunk, and pauses
     loss = [round(nats, 3) if np.isfinite(nats) else None for nats in loss[shown].tolist()]

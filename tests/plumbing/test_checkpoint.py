@@ -4,6 +4,7 @@ the runs."""
 import dataclasses
 import os
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,8 +59,16 @@ def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize('name, file', [('mine', 'mine.py'), ('arena.mine', 'arena/mine.py')])
 def test_a_run_starts_from_one_of_its_own_model(name, file):
     told = f'holds a model of moep.py, but this run trains {file}: a run starts only from one of the same'
-    with pytest.raises(UserError, match=told):
-        check_start(state(folder='out/a'), Settings(model=name), None, None)
+    with pytest.raises(UserError, match=f'{told} file .--model=moep.$'):
+        check_start(state(folder='out/a'), Settings(model=name), None)
+
+
+def test_a_run_starts_from_one_with_its_tokenizer():
+    corpus = SimpleNamespace(hash='its hash', folder='data/mine')
+    check_start(state(folder='out/a'), Settings(), corpus)
+    corpus.hash = 'another'
+    with pytest.raises(UserError, match='out/a has another tokenizer than data/mine: set --data'):
+        check_start(state(folder='out/a'), Settings(), corpus)
 
 
 @pytest.mark.parametrize('changes, message', [
