@@ -2,7 +2,7 @@
 Text -> uint16 token bins and a tokenizer.
 
     python prepare.py toy                                # toy corpora of our own, no network
-    python prepare.py text --name mine --input book.txt  # your own .txt and .jsonl, .gz and .xz
+    python prepare.py text --name mine --input book.txt  # your own .txt, .jsonl, .gz, .xz, .bz2
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
@@ -96,25 +96,25 @@ def find_files(inputs):
     dev is val, test stays out. Else all is train. If there is no val, it is cut off train later."""
     found, skipped = [], 0
     folders = {Path(given).parent for given in inputs}
+    known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
         if given.is_file() and re.search(r'\.(tar|tgz|zip)\b', given.name.lower()):
             raise UserError(f'{given} is an archive: unpack it, and give the folder')
         inside = sorted(p for p in given.rglob('*') if p.is_file()) if given.is_dir() else [given]
-        known = r'\.(txt|jsonl|train|dev|test|xml)(\.gz|\.xz|\.bz2)?$'
         paths = [path for path in inside if path == given or re.search(known, path.name.lower())]
         skipped += len(inside) - len(paths)
         if not paths:
-            raise UserError(f'no .txt or .jsonl file (or .gz, .xz of one) in {given}')
-        if not given.is_dir() and not re.search(known, given.name.lower()):
-            print(f'{given} is read as plain text')
+            raise UserError(f'no .txt or .jsonl file in {given}; others are read if you name them')
         base = given if len(inputs) == 1 else given.parent
         if given.is_file() and len(folders) > 1:         # train/a.txt and test/b.txt
             base = base.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
-        print(f'other files are skipped: {skipped:,}; .txt, .jsonl, .gz and .xz of them are read')
+        print(f'files skipped: {skipped:,}; all but .txt and .jsonl must be named: FOLDER/*.md')
+    if plain := sum(not re.search(known + r'|\.xml$', path.name.lower()) for _, path in found):
+        print(f'files read as plain text: {plain:,}')
     if 'train' not in {role for role, _ in found}:
         return [('train', path) for _, path in found]
     kept = [(role or 'train', path) for role, path in found if role != 'test']
@@ -336,9 +336,9 @@ def land_pairs(target, inputs, expected, overwrite):
 
 def read_arguments(argv):
     parser = Parser(__doc__)
-    parser.add_argument('what', choices=['toy', 'text', *NAMED])
+    parser.add_argument('what', choices=['toy', 'text', *NAMED], help='what to prepare')
     parser.add_argument('--name', help='data set to write, data/NAME')
-    parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, also .gz, .xz')
+    parser.add_argument('--input', nargs='+', help='files and folders: .txt, .jsonl, .gz, .xz, .bz2')
     parser.add_argument('--out', default='data', help='where data sets go')
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument('--vocab_size', type=between(257, 65536), help='of a BPE to train (default 16384)')
@@ -373,6 +373,8 @@ def main(argv=None):
     if args.what == 'toy':
         return make_toy(args.out, args.overwrite)
     target = Path(args.out) / args.name
+    if target.exists() and not args.overwrite:           # said before a download
+        raise UserError(f'{target} exists already; choose another --name, or add --overwrite')
     inputs = args.input or fetch_named(args.what, Path(args.out) / 'raw')
     if args.what == 'blimp':
         return land_pairs(target, inputs, '' if args.input else '; BLiMP has 67 of 1,000', args.overwrite)

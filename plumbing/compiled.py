@@ -53,7 +53,7 @@ def apart(compiled):
 def announce(step, machine, name):
     """-> step, which at its first call says that it compiles, and how long it did last time."""
     from torch._inductor.codecache import cache_dir      # two seconds
-    file = Path(cache_dir(), f'nanopaths_{name}_{machine.device.type}.txt')      # beside what torch keeps
+    file = Path(cache_dir(), f'nanopaths_{name}_{machine.device.type}.txt')   # beside torch's own
     calls = itertools.count()
 
     def run(*inputs):

@@ -246,13 +246,18 @@ def test_compressed_and_folders(tmp_path, capsys):
     (folder / 'c.jsonl.xz').write_bytes(lzma.compress(b'{"text": "squeezed"}\n'))
     (folder / 'sub' / 'd.jsonl.gz').write_bytes(gzip.compress(b'{"text": "deep"}\n'))
     (folder / 'image.png').write_bytes(b'\xff')
+    (folder / 'e.txt.bz2').write_bytes(bz2.compress(b'packed'))
+    (folder / 'pom.xml').write_text('<a/>')              # no dump of a wiki
     (folder / 'sub' / 'more.md').write_text('x')
     found = find_files([folder])
-    assert capsys.readouterr().out.startswith('other files are skipped: 2;')
+    assert capsys.readouterr().out.startswith('files skipped: 3; ')
     assert {role for role, _ in found} == {'train'}
-    assert [text for _, path in found for text in read(path)] == ['plain', 'zipped', 'squeezed', 'deep']
+    texts = [text for _, path in found for text in read(path)]
+    assert texts == ['plain', 'zipped', 'squeezed', 'packed', 'deep']
     assert find_files([folder / 'sub' / 'more.md']) == [('train', folder / 'sub' / 'more.md')]
-    assert 'more.md is read as plain text' in capsys.readouterr().out
+    assert capsys.readouterr().out == 'files read as plain text: 1\n'
+    find_files([folder / 'pom.xml', folder / 'e.txt.bz2'])
+    assert capsys.readouterr().out == ''
     for name in ('a.tar.xz', 'a.tgz', 'a.ZIP'):          # not read as if it were one long text
         (folder / name).write_bytes(b'x')
         with pytest.raises(UserError, match='is an archive: unpack it'):

@@ -166,7 +166,7 @@ def test_byte_chunks_are_aligned_and_padding_is_no_target():
         assert (d.order(epoch) % 4 == 0).all()
     x, y = d.batch(d.order(0))
     assert (y[x == 256] == -1).all() and (y == -1).sum() * 4 == y.numel()
-    with pytest.raises(UserError, match='multiples of 4'):
+    with pytest.raises(UserError, match='multiples of a chunk: 4 slots'):
         Data(Settings(), c, 10, machine())
 
 
@@ -251,7 +251,7 @@ def test_the_model_reads_what_the_data_holds():
     with pytest.raises(UserError, match='data/a holds chunks of 4 slots, but moep reads tokens: prepare it '
                                         'without --chunks or --sentences, or train stlm with byte_limit=3$'):
         Data(Settings(), c, 8, machine(), slots=1)
-    with pytest.raises(UserError, match='byte_limit=3 and a block_size that is a multiple of 4$'):
+    with pytest.raises(UserError, match='byte_limit=3 and a multiple of 4 as block_size$'):
         Data(Settings(), c, 18, machine(), slots=9)
     c.slots = 1
     with pytest.raises(UserError, match='data/a holds tokens, but moep reads chunks of 9 slots: prepare it '
