@@ -59,7 +59,7 @@ def read_pairs(data):
     if not files:
         what = 'no .jsonl file in' if data.is_dir() else 'there is no folder'
         raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp '
-                        '(other pairs: with --name NAME --input FOLDER)')
+                        '(your own pairs: --data FILE.jsonl, or a folder of them)')
     paradigms = {}
     for path in files:
         rows = list(prepare.read_rows(path, ['sentence_good', 'sentence_bad']))
@@ -290,7 +290,7 @@ def show(paradigms, runs, skipped, args):
     first = runs[0]['paradigms'].values()
     pairs = sum(r['pairs'] for r in first)
     identical = sum(r['identical'] for r in first)
-    print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigms, '
+    print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigm{"s" * (len(paradigms) != 1)}, '
           f'{identical} of them with identical sentences (ties count as right); mode {args.mode}')
     if skipped:
         print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: they are longer than the context')

@@ -240,7 +240,7 @@ def choose_tasks(wanted, folder):
         else:
             raise UserError(f'{folder} holds no {missing} file of {name}; see --help for file names')
     if not chosen:
-        raise UserError(f'{folder} holds no task: two files, such as rte.train.jsonl and rte.valid.jsonl')
+        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, rte.valid.jsonl')
     return chosen
 
 

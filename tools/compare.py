@@ -8,7 +8,7 @@ Compare runs: a table, and the curves in one page.
 
 It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it got
 less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the shares),
-1 if one gets all. Training FLOPs: 6 x active parameters x tokens (bytes: slots), without attention's.
+1 if one gets all. FLOPs, on the page: 6 x active parameters x tokens (bytes: slots), not attention's.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def find_log(path):
     for log in (Path(path, 'log.jsonl'), Path('out', path, 'log.jsonl')):
         if log.is_file():
             return log
-    raise UserError(f'{path} is not a run: it has no log.jsonl')
+    raise UserError(f'{path} is not a run: there is no log.jsonl in {path} or out/{path}')
 
 
 def flatten(line):

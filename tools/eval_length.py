@@ -102,6 +102,8 @@ def main():
     if len(tokens) <= length:
         raise UserError(f'{folder}/val.bin has {len(tokens):,} tokens: '
                         f'too few for windows of {length:,}')
+    windows = len(range(0, len(tokens) - length, args.stride))
+    print(f'{folder}: {windows:,} windows of {length:,} tokens; mean loss by position', flush=True)
     losses = []
     for run, ckpt, T in zip(args.runs, ckpts, trained):
         if ckpt['tokenizer'] != tokenizer.hash:
@@ -119,8 +121,6 @@ def main():
     if len({*names}) < len(names):
         names = args.runs
     width = max(8, *map(len, names)) + 2
-    windows = len(range(0, len(tokens) - length, args.stride))
-    print(f'{folder}: {windows:,} windows of {length:,} tokens; mean loss by position')
     print('positions'.rjust(14) + ''.join(name.rjust(width) for name in names))
     for start in range(0, length, args.bin):
         end = min(start + args.bin, length)

@@ -173,7 +173,7 @@ def read_arguments():
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128,
                         help='problems at a time')
     parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
-                        help='print the first N problems and what was written')
+                        help='print the first N problems and what was written, up to 500 characters of each')
     parser.add_argument('--json', help='write the result and every continuation there')
     parser.add_argument('--device', default='auto',
                         help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
@@ -197,10 +197,13 @@ def main():
                           machine.device)
     for example in result['examples'][:args.show]:
         verdict = 'right' if example['right'] else 'wrong'
-        print(f"{example['question']}\n-> {example['text']}\n   {verdict}: {example['solution']}\n")
+        question, text, solution = (example[key][:500] for key in ('question', 'text', 'solution'))
+        print(f'{question}\n-> {text}\n   {verdict}: {solution}\n')
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
           f"always the commonest answer: {100 * result['guess']:.1f}%)")
+    if Path(data).suffix != '.jsonl':
+        print('the question is the first line of a document, the answer the last number of the rest')
     if args.json:
         write_json(args.json, result)
 

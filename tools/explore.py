@@ -229,8 +229,8 @@ def main():
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:
-        below = '; the statistics are of the validation set' if run['studied'] and run['layers'] else ''
-        print(f"{run['name']}: {len(run['loss']):,} tokens{below}")
+        sets = ', '.join(filter(None, run['sets'])) or 'the text'    # which has no name
+        print(f"{run['name']}: {len(run['loss']):,} tokens; the statistics are of {sets}")
         for layer in run['layers']:
             load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
             bits, chance = layer['by_class']

@@ -5,11 +5,11 @@ Which path of a PaPaformer does a prompt use? (The paper's Table 6.)
     python -m tools.path_usage out/papaformer_composed               # the paper's 20 prompts
 
 The first command takes many prompts from each data set, the second prints one line per prompt: the
-path that its last token uses in each parallel layer. Paths count from 1, as in the paper (in
-sample.py --routes from 0); the number after the last path is the mix of all (Gumbel). For
-Share-Linear it is the path whose output is most similar to the joined one, in every layer but the
-last. A choice is right if it is the path that was trained on the prompt's domain: the first data set
-belongs to path 1, the second to path 2, and so on; the mix counts as wrong.
+path that its last token uses in each parallel layer. Paths count from 0, as in sample.py --routes
+(in the paper from 1); the number after the last path is the mix of all (Gumbel). For Share-Linear
+it is the path whose output is most similar to the joined one, in every layer but the last. A choice
+is right if it is the path that was trained on the prompt's domain: the first data set belongs to path
+0, the second to path 1, and so on; the mix counts as wrong.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def show_prompts(path_usage, model, tokenizer, prompts, device):
     for prompt in prompts:
         ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]], device=device)
         choices = path_usage(model, ids)
-        print(f'{prompt!r:54}  ' + ' -> '.join(str(i + 1) for i in choices[0].tolist()))
+        print(f'{prompt!r:54}  ' + ' -> '.join(map(str, choices[0].tolist())))
         found.append(choices.cpu())
     return torch.cat(found)
 
@@ -97,9 +97,9 @@ def main():
     limit = model.config.block_size
     if args.length >= limit:
         raise UserError(f'--length {args.length} must be less than {limit}')
-    names = [f'path {i + 1}' for i in range(len(model.config.path_embd))]
-    if args.data and len(args.data) > len(names):
-        raise UserError(f'{len(args.data)} data sets for {len(names)} paths')
+    names = [f'path {i}' for i in range(len(model.config.path_embd))]
+    if args.data and len(args.data) != len(names):
+        raise UserError(f'--data needs a data set for each of {len(names)} paths, not {len(args.data)}')
     domains = args.data or ['stories', 'math']
     found = []                                           # per domain: (prompts, layers)
     try:

@@ -13,10 +13,12 @@ expert]}}}: the busiest GPU sets the pace.
 
 from pathlib import Path
 
-from plumbing.cli import Parser, UserError, between, parse_json, run_main
+from plumbing.cli import Parser, UserError, between, parse_json, run_main, short
+from plumbing.data import named_sets
 from plumbing.models import sketch
 from plumbing.settings import read_settings
 from plumbing.shard import SLICE, blocks
+from plumbing.tokenizer import load_meta
 
 
 def in_moduleformer(c):
@@ -126,7 +128,8 @@ def read_loads(path, model):
 
 def show_memory(model, s, T, worlds):
     columns = [memory(model, s, T, world) for world in worlds]
-    print(f"{'GB per GPU':20}" + ''.join(f'{world:>8} GPUs' for world in worlds))
+    heads = ['1 GPU' if world == 1 else f'{world} GPUs' for world in worlds]
+    print(f"{'GB per GPU':20}" + ''.join(f'{head:>13}' for head in heads))
     for name in dict.fromkeys(name for column in columns for name in column):
         print(f'{name:20}' + ''.join(f'{column.get(name, 0) / 1e9:13.2f}' for column in columns))
     print(f"{'together':20}" + ''.join(f'{sum(column.values()) / 1e9:13.2f}' for column in columns))
@@ -146,6 +149,16 @@ def show_traffic(model, s, T, worlds, loads):
         print(f'{world:6}{received}{(fsdp - gradients) / per_token:11,.0f} tokens{busiest:>36}')
 
 
+def find_vocabulary(s):
+    """The size of the tokenizer's, if the data is here."""
+    ranges, _ = named_sets(s)
+    folder = Path(s.data_dir, next(iter(ranges)))
+    if (folder / 'meta.json').exists():
+        return load_meta(folder)['tokenizer']['vocab_size']
+    print(f'a vocabulary of 50,257 is assumed: there is no {folder}, and no --vocab_size')
+    return 50257
+
+
 def main():
     parser = Parser(__doc__)
     parser.add_argument('config')
@@ -154,14 +167,16 @@ def main():
     parser.add_argument('--routes', help='measured loads; then also the traffic is shown')
     args, extra = parser.parse_known_args()
     s, module, keys = read_settings([args.config, *extra])
-    model = sketch(module, dict(vocab_size=50257) | keys)
+    if 'vocab_size' not in keys:
+        keys['vocab_size'] = find_vocabulary(s)
+    model = sketch(module, keys)
     T = s.seq_len or model.config.block_size
     if args.routes:
         if s.model != 'moduleformer':
             raise UserError('--routes: the traffic of experts is counted for moduleformer only')
         loads = read_loads(args.routes, s.model)
-    print(f'{s.model}: {count(model.parameters()) / 1e9:.3f}B parameters, {s.batch_size} x {T} tokens, '
-          f'{s.gradient_accumulation_steps} micro-batches')
+    print(f'{s.model}: {short(count(model.parameters()))} parameters, {s.batch_size} x {T} tokens, '
+          f'micro-batches: {s.gradient_accumulation_steps}')
     show_memory(model, s, T, args.processes)
     if args.routes:
         show_traffic(model, s, T, [world for world in args.processes if world > 1], loads)

@@ -166,7 +166,7 @@ def test_names_are_text(run, tmp_path):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['nothing'], 'nothing is not a run'),
+    (['nothing'], 'nothing is not a run: there is no log.jsonl in nothing or out/nothing'),
     (['.'], 'no log.jsonl'),
     (['a', '--html=a'], 'it is a folder'),
     (['a', '--html=/dev/null'], '/dev/null is not a file'),

@@ -159,7 +159,12 @@ def test_as_a_user(run, smoke, data_dir, tmp_path):
     math = f'--data={data_dir}/toy_math'
     done = run('tools.exact_answer', folder, math, '--num=20', '--show=1', f'--json={tmp_path}/r.json')
     assert 'of 20 problems' in done.stdout and '-> ' in done.stdout
+    assert 'the question is the first line of a document' in done.stdout
     assert json.loads((tmp_path / 'r.json').read_text())['problems'] == 20
+    row = dict(question='1+1?', generated_solution='x' * 1000 + ' 2')
+    (tmp_path / 'long.jsonl').write_text(json.dumps(row) + '\n')
+    told = run('tools.exact_answer', folder, f'--data={tmp_path}/long.jsonl', '--show=1', here=True).stdout
+    assert 'x' * 500 in told and 'x' * 501 not in told and 'first line' not in told
     (tmp_path / 'bad.jsonl').write_text('{"question": "b"}\n')
     for args, message in (
             ([f'--data={tmp_path}/bad.jsonl'], 'bad.jsonl:1'),

@@ -173,9 +173,9 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
     text.write_text('The dogs near the tree are happy. ' * 40)
     args = [moep_run, '--tokens=321', f'--text={text}', f'--out={tmp_path}/a.html']
     told = run('tools.explore', *args, here=True).stdout
-    assert ': 321 tokens; the statistics are of the validation set\n' in told
+    assert ': 321 tokens; the statistics are of toy_stories\n' in told
     told = run('tools.explore', moep_run, '--tokens=321', f'--out={tmp_path}/b.html', here=True).stdout
-    assert ': 321 tokens\n' in told
+    assert ': 321 tokens; the statistics are of toy_stories\n' in told
     (data,), (plain,) = page_data(tmp_path / 'a.html'), page_data(tmp_path / 'b.html')
     tokenizer = load_tokenizer(data_dir / 'toy_stories')
     ids = [tokenizer.eot, *tokenizer.encode(text.read_text())][:321]

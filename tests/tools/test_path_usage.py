@@ -40,22 +40,23 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(papaformer, 'path_usage', usage)
     stories = data_dir / 'toy_stories'
     eot = load_tokenizer(stories).eot
-    args = ['--data', stories, '--num=5', '--length=7', f'--json={tmp_path}/u.json']
+    args = ['--data', stories, data_dir / 'toy_math', '--num=5', '--length=7', f'--json={tmp_path}/u.json']
     run('tools.path_usage', folder, *args, here=True)
     assert seen[0].shape == (5, 8) and (seen[0][:, 0] == eot).all() and (seen[0][:, 1:] != eot).all()
     row = json.loads((tmp_path / 'u.json').read_text())[str(stories)]
     assert row['layers'] == [[1.0, 0.0], [0.0, 1.0]]
     run('tools.path_usage', folder, here=True)
-    assert len(seen) == 21 and all(idx[0, 0] == eot for idx in seen[1:])
+    assert len(seen) == 22 and all(idx[0, 0] == eot for idx in seen[2:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('config, args, message', [
     ('moep', [], 'only a PaPaformer'),
     ('llama', [], 'parallel layers'),
-    ('papaformer', ['--data', *['{data_dir}/toy_stories'] * 3], '3 data sets for 2 paths'),
+    ('papaformer', ['--data', *['{data_dir}/toy_stories'] * 3], 'a data set for each of 2 paths, not 3'),
+    ('papaformer', ['--data', '{data_dir}/toy_math'], 'a data set for each of 2 paths, not 1'),
     ('papaformer', ['--length=64'], 'less than 64'),
-    ('papaformer', ['--data', '{data_dir}/nothing'], 'nothing')])
+    ('papaformer', ['--data', '{data_dir}/toy_math', '{data_dir}/nothing'], 'nothing')])
 def test_mistakes(run, smoke, data_dir, config, args, message):
     args = [arg.format(data_dir=data_dir) for arg in args]
     text = run('tools.path_usage', smoke(f'config/{config}.py'), *args, code=2).stderr

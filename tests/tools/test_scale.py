@@ -103,6 +103,7 @@ def test_as_a_user_runs_it(run, tmp_path):
     rows = {line[:20].strip(): line[20:].split() for line in told.splitlines()}
     assert rows['weights'][:2] == ['16.57', '2.07'] and rows['together'][0] == '71.48'
     assert '8 43.5 13.5 0.8 27,569 tokens 1.60 x, 1.60 x of 1 pools' in ' '.join(told.split())
+    assert told.startswith('moduleformer: 4.143B parameters, 16 x 512 tokens, micro-batches: 1\n')
     told = run('tools.scale', 'config/moep.py', '--routes', tmp_path / 'routes.json', code=2).stderr
     assert 'for moduleformer only' in told
     for text in ('no JSON', '[]', '{"moep": {}}', '{"moduleformer": {}}', '{"moduleformer": {"a": [1]}}',
@@ -110,3 +111,13 @@ def test_as_a_user_runs_it(run, tmp_path):
         (tmp_path / 'routes.json').write_text(text)
         told = run('tools.scale', CONFIG, '--routes', tmp_path / 'routes.json', code=2)
         assert 'routes.json has no loads of moduleformer' in told.stderr and not told.stdout
+
+
+def test_the_vocabulary_is_that_of_the_data(run, data_dir):
+    def scale_moep(*args):
+        return run('tools.scale', 'config/moep.py', '--processes', 1, 8, *args, here=True).stdout.splitlines()
+    first, heads, *_ = scale_moep(f'--data_dir={data_dir}')
+    assert first.startswith('moep: 679.5K parameters') and heads.split() == 'GB per GPU 1 GPU 8 GPUs'.split()
+    told, first, *_ = scale_moep(f'--data_dir={data_dir}', '--data=mine')
+    assert 'a vocabulary of 50,257 is assumed' in told and first.startswith('moep: 5.319M')
+    assert scale_moep('--data=mine', '--vocab_size=1926')[0].startswith('moep: 679.5K')
