@@ -112,7 +112,7 @@ def find_files(inputs):
             base = base.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
-        print(f'files skipped: {skipped:,}; all but .txt and .jsonl must be named: FOLDER/*.md')
+        print(f'files skipped: {skipped:,}; to read others as plain text, name them: FOLDER/*.md')
     if plain := sum(not re.search(known + r'|\.xml$', path.name.lower()) for _, path in found):
         print(f'files read as plain text: {plain:,}')
     if 'train' not in {role for role, _ in found}:

@@ -417,7 +417,7 @@ def test_a_pair_too_long_for_one_model_is_left_out_for_all(call, runs, tmp_path)
     with pytest.raises(UserError, match='1 of 2 pairs are too long'):
         call(*args)
     told = call(*args, '--skip_long', '--json', tmp_path / 'x.json')
-    assert '1 of 2 pairs are left out' in told and '1 pairs in 1 paradigm, ' in told
+    assert '1 of 2 pairs are left out' in told and ' in 1 paradigm, ' in told
     found = json.loads((tmp_path / 'x.json').read_text())
     assert found['skipped'] == 1
     assert [run['paradigms']['p']['lines'] for run in found['runs']] == [[1], [1]]

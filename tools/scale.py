@@ -152,7 +152,7 @@ def show_traffic(model, s, T, worlds, loads):
 def find_vocabulary(s):
     """The size of the tokenizer's, if the data is here."""
     ranges, _ = named_sets(s)
-    folder = Path(s.data_dir, next(iter(ranges)))
+    folder = Path(s.data_dir, str(next(iter(ranges))))
     if (folder / 'meta.json').exists():
         return load_meta(folder)['tokenizer']['vocab_size']
     print(f'a vocabulary of 50,257 is assumed: there is no {folder}, and no --vocab_size')
