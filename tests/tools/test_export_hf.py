@@ -52,8 +52,8 @@ def make_run(folder, data, name, keys, lora=False):
     folder.mkdir()
     copy_tokenizer(data, folder)
     torch.save(dict(model=name, config=asdict(model.config), settings=dict(aux_weights={}), iter=7,
-                    tokenizer=tokenizer.hash, weights=model.state_dict(), words=10.0, adapted=adapted),
-               folder / 'ckpt.pt')
+                    tokenizer=tokenizer.hash, weights=model.state_dict(), words=10.0, adapted=adapted,
+                    frozen=[], shards=0, token=''), folder / 'ckpt.pt')
     return folder
 
 
