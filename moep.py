@@ -71,8 +71,8 @@ class MoEPConfig:
 # ---- The idea: each token chooses K of P blocks --------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E choices per token, keeps the best K -> gates (N, K), choices (N, K), balance loss.
-    A token's K choices differ, and its gates sum to 1: ParallelLayer relies on both."""
+    """Scores E choices per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    balance loss. A token's K choices differ: ParallelLayer relies on it."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config

@@ -165,11 +165,14 @@ class Router(nn.Module):
         best_NE, order_NE = score_NE.sort(descending=True, stable=True)
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        chosen_NE = torch.zeros_like(score_NE).scatter(1, choice_NK, 1.0)
-        share_E = chosen_NE.mean(0) / self.config.top_k  # of all N*K picks, no gradient
         prob_NE = score_NE / score_NE.sum(-1, keepdim=True)
-        balance = prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()    # Switch: 1 if balanced
-        return gate_NK, choice_NK, balance
+        return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
+
+    def balance_loss(self, prob_NE, choice_NK):
+        """Switch: E * sum of (share of the picks) * (mean probability); 1 if balanced, at most E/K."""
+        chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
+        share_E = chosen_NE.mean(0) / choice_NK.size(1)  # of all N*K picks, no gradient
+        return prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()
 
 
 class Experts(nn.Module):

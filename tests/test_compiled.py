@@ -72,6 +72,40 @@ def test_twin_is_model(name, compilations):
     assert len(compilations) == before                   # nothing new: the model runs as it is
 
 
+class LoudRouter(moep.Router):
+    """It keeps a loss of its own, as docs/routers.md says."""
+    def forward(self, x_ND):
+        gate_NK, choice_NK, balance = super().forward(x_ND)
+        self.loud = gate_NK.square().mean()
+        return gate_NK, choice_NK, balance
+
+
+class Loud(moep.MoEP):
+    router = LoudRouter
+
+    def features(self, idx, cache=None):
+        x, aux = super().features(idx, cache)
+        routers = [part for part in self.modules() if isinstance(part, LoudRouter)]
+        return x, aux | dict(loud=sum(router.loud for router in routers))
+
+
+def test_a_loss_that_a_router_keeps(compilations):
+    """The check before training leaves one in the model, with its graph. Copies cannot hold that."""
+    torch.manual_seed(0)
+    model = Loud(moep.Config(**dict(TINY, **MODELS['moep'][1], dropout=0.0))).train()
+    ids = torch.randint(50, (2, 16))
+    found = []
+    for make in (lambda: model, lambda: compiled.compile_model(model)):
+        model.zero_grad()
+        loss = make()(ids, ids)[2]['loud']
+        loss.backward()
+        found.append([loss.detach(), *(part.linear.weight.grad.clone() for part in model.modules()
+                                       if isinstance(part, LoudRouter))])
+    assert len(found[0]) == 5 and found[0][-1].any() and compilations
+    for plain, of_twin in zip(*found, strict=True):
+        torch.testing.assert_close(of_twin, plain)
+
+
 @pytest.mark.parametrize('name', ['gpt2', 'moduleformer', 'selfmoe', 'strong'])
 def test_each_kind_once(name, compilations):
     """Twice as many layers are not one graph more."""

@@ -1,6 +1,7 @@
 """tools/check.py: green for every model and its variants; each planted fault turns its own row red."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,17 @@ def router(load):
         module = load(ROUTER.format(base=base, model=model, body=body))
         return module, module.Config(**config)
     return router
+
+
+def test_the_router_of_the_docs(load):
+    """As it stands there, and with the loss of its own that the page adds."""
+    page = (ROOT / 'docs/routers.md').read_text()
+    whole, _, with_loss = re.findall('```python\n(.*?)```', page, re.DOTALL)
+    before, plain, after = whole.partition('class MyMoEP(MoEP):\n    router = MyRouter\n')
+    keeps = before.replace('        return', '        self.mine = gate_NK.square().mean()\n        return')
+    for text in (whole, keeps + with_loss + after):
+        rows, red = check_all(load(text), MOEP)
+        assert red == [], rows
 
 
 def changed(line, when='True'):
