@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.cli import Parser, UserError, between, parse_json, read_lines, run_main
-from plumbing.download import NAMED, fetch_named, new_folder
+from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_tokenizer,
                                 rank_tokenizer, ranks_blob, train_bpe, wrap_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
@@ -373,8 +373,7 @@ def main(argv=None):
     if args.what == 'toy':
         return make_toy(args.out, args.overwrite)
     target = Path(args.out) / args.name
-    if target.exists() and not args.overwrite:           # said before a download
-        raise UserError(f'{target} exists already; choose another --name, or add --overwrite')
+    check_free(target, args.overwrite)                   # before anything is downloaded or read
     inputs = args.input or fetch_named(args.what, Path(args.out) / 'raw')
     if args.what == 'blimp':
         return land_pairs(target, inputs, '' if args.input else '; BLiMP has 67 of 1,000', args.overwrite)

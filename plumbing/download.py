@@ -146,16 +146,21 @@ def unpack(path):
                 shutil.copyfileobj(source, target)       # no more bytes than it declares
 
 
-@contextlib.contextmanager
-def new_folder(target, overwrite=False):
-    """A hidden folder that takes the name `target` if the block ends well, and vanishes if not."""
-    clear_away(target)
+def check_free(target, overwrite):
+    """Whether a data set may be written there."""
     if target.exists() and not overwrite:
         raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
     ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
     others = [p for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
     if target.is_file() or others:
         raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it')
+
+
+@contextlib.contextmanager
+def new_folder(target, overwrite=False):
+    """A hidden folder that takes the name `target` if the block ends well, and vanishes if not."""
+    clear_away(target)
+    check_free(target, overwrite)
     work = target.parent / f'.{target.name}.{uuid.uuid4().hex[:12]}'
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
