@@ -32,7 +32,8 @@ def compile_model(model, whole=False):
     if model.config.vocab_size % 8 == 0:                 # padded products are timed first: a slow start
         options['shape_padding'] = False                 # (with 50,257 tokens they bring GPT-2 80%)
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
-    kept = [value for part in model.modules() for value in vars(part).values()]  # such as a loss
+    # Also what a part keeps, such as a router's loss: a tensor with its graph cannot be copied.
+    kept = [value for part in model.modules() for value in vars(part).values()]
     tensors = (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, kept))
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     forwards = {}
