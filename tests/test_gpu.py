@@ -15,6 +15,7 @@ import papaformer
 import selfmoe
 import stlm
 import stlm_depth
+import strong
 import train
 from plumbing import settings, shard
 from plumbing.machine import Machine, Replay
@@ -34,8 +35,9 @@ MODELS = dict(
     stlm=stlm.STLM(stlm.STLMConfig(**TINY, n_kv_head=1, ffn_hidden=48, dropout=0.1)),
     stlm_depth=stlm_depth.STLMDepth(stlm_depth.STLMDepthConfig(
         **dict(TINY, n_layer=4), n_kv_head=1, ffn_hidden=48, dropout=0.1, capacity=0.25, layer_dropout=0.2,
-        exit_loss=True)))
-WEIGHTS = {stlm_depth.STLMDepth: dict(forecast=0.1, exit=1.0)}
+        exit_loss=True)),
+    strong=strong.Strong(strong.StrongConfig(**TINY, n_expert=4, top_k=2)))
+WEIGHTS = {stlm_depth.STLMDepth: dict(forecast=0.1, exit=1.0), strong.Strong: dict(balance=0.01)}
 
 
 def steps(model, n, machine, model_as=lambda m: m, wanted=True):
@@ -105,7 +107,7 @@ def is_recorded(step):
 @pytest.mark.parametrize('name', MODELS)
 def test_a_graph_is_the_plain_step(name):
     """With dropout, two micro-batches, a learning rate that changes."""
-    experts = name in ('moep', 'moduleformer')   # whose grouped products, in float32, wait for the device
+    experts = name in ('moep', 'moduleformer', 'strong') # grouped products wait for the device in float32
     machine = Machine('cuda', 'bfloat16' if experts else 'float32')
     torch.set_float32_matmul_precision('highest')
     plain, off, model = steps(MODELS[name], 9, machine, wanted=False)
@@ -117,7 +119,7 @@ def test_a_graph_is_the_plain_step(name):
         assert (p - q).norm() <= (0.2 if experts else 2e-2) * p.norm() + 1e-3, key
 
 
-@pytest.mark.parametrize('name', ['moep', 'stlm_depth'])
+@pytest.mark.parametrize('name', ['moep', 'stlm_depth', 'strong'])
 def test_bfloat16_and_compiled(name):
     machine = Machine('cuda', 'bfloat16')
     plain, _, _ = steps(MODELS[name], 8, machine, wanted=False)
@@ -221,6 +223,102 @@ def test_padded_logits(module, V):
         torch.testing.assert_close(a, b)
 
 
+def poison():
+    """What is allocated next holds NaN, or -1 where integers are read: what is not written shows."""
+    held = [torch.full((1 << n,), 255, dtype=torch.uint8, device='cuda') for n in range(9, 28)]
+    del held
+
+
+def recorded(fn, *inputs):
+    """-> fn as a CUDA graph, whose memory is poisoned at every replay."""
+    held = [x.clone() for x in inputs]
+    for _ in range(2):
+        fn(*held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        poison()
+        result = fn(*held)
+
+    def run(*new):
+        for mine, x in zip(held, new):
+            mine.copy_(x)
+        graph.replay()
+        return result
+    return run
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_order_is_argsort_at_full_size(compiled):
+    """The compiled running count is one kernel whose blocks wait for each other."""
+    E, order = 8, lambda choice: strong.order_by_choice(choice, 8)
+    order = torch.compile(order, dynamic=False) if compiled else order
+    draw = lambda: torch.rand(32_768, E, device='cuda').topk(2).indices
+    graph = recorded(order, draw())
+    for it in range(200):
+        choice = draw() if it else torch.tensor([2, 5], device='cuda').expand(32_768, 2).contiguous()
+        pair = choice.flatten().argsort(stable=True)
+        ends = torch.bincount(choice.flatten(), minlength=E).cumsum(0).int()
+        poison()
+        for found in (order(choice), graph(choice)):
+            assert all(torch.equal(a, b) for a, b in zip(found, (pair, pair.argsort(), ends), strict=True))
+
+
+def test_grouped_products_write_all_they_return():
+    """At the size of config/arena/strong_moe.py, in a graph, with and without empty groups."""
+    torch.manual_seed(0)
+    R, E = 65_536, 8
+    x, w = torch.randn(R, 256, device='cuda').bfloat16(), torch.randn(E, 256, 512, device='cuda').bfloat16()
+    grad = torch.randn(R, 512, device='cuda').bfloat16()
+
+    def products(ends):
+        ins = [t.detach().requires_grad_() for t in (x, w)]
+        y = strong.grouped_mm(*ins, ends)
+        return y, *torch.autograd.grad(y, ins, grad)
+    even = torch.arange(1, E + 1, device='cuda', dtype=torch.int32) * (R // E)
+    graph = recorded(products, even)
+    for ends in (even, (even - 1000).clamp(max=R // 2), torch.tensor([0, 0, 9, 9, 9, R, R, R])):
+        ends = ends.to('cuda', torch.int32)
+        ends[-1] = R
+        ins = [t.double().requires_grad_() for t in (x, w)]
+        y = strong.grouped_mm(*ins, ends)                # float64: the loop
+        exact = (y, *torch.autograd.grad(y, ins, grad.double()))
+        for _ in range(20):
+            poison()
+            for found in (products(ends), graph(ends)):
+                for rough, right in zip(found, exact, strict=True):
+                    assert (rough - right).norm() < 5e-3 * right.norm()
+
+
+@pytest.mark.parametrize('sparse', [True, False])
+def test_compiled_experts_are_plain(sparse):
+    """Loss and every gradient of the compiled layers, plain and recorded, at a size that splits the count."""
+    machine = Machine('cuda', 'bfloat16')
+    config = strong.StrongConfig(vocab_size=128, block_size=256, n_layer=2, n_head=2, n_embd=64, n_expert=8,
+                                 top_k=2, dropout=0.0, sparse=sparse)
+    torch.manual_seed(0)
+    model = strong.Strong(config).cuda()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))           # maps that start at 0 would hide the experts
+    x = torch.randint(128, (64, 256), device='cuda')
+
+    def grads(call):
+        def run(x):
+            for p in model.parameters():
+                p.grad = None
+            with machine.autocast():
+                _, loss, aux = call(x, x.flip(1))
+            (loss + 0.01 * aux['balance']).backward()
+            return loss.detach(), *(p.grad for p in model.parameters())
+        return run
+    plain = [t.clone() for t in grads(model)(x)]
+    twin = train.compile_model(model)
+    poison()
+    for found in (grads(twin)(x), recorded(grads(twin), x)(x)):
+        for a, b in zip(found, plain, strict=True):
+            assert (a - b).norm() <= 0.1 * b.norm() + 1e-6
+
+
 @pytest.mark.parametrize('ends', [
     [0, 300, 300, 301, 1000, 1000], [1000] * 6, [100, 200, 500, 700, 900, 1000], [0, 40_000]])
 def test_grouped_products_with_empty_groups(ends):
@@ -232,6 +330,7 @@ def test_grouped_products_with_empty_groups(ends):
     found = []
     for dtype in (torch.bfloat16, torch.float64):
         ins = [t.to(dtype, copy=True).requires_grad_() for t in (x, w)]
+        poison()
         y = moep.grouped_mm(*ins, ends)
         found.append([y, *torch.autograd.grad(y, ins, grad.to(dtype))])
     for rough, exact in zip(*found, strict=True):
