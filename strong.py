@@ -51,7 +51,6 @@ class StrongConfig:
     n_expert: int = 1                 # E: experts of each FFN; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
     n_shared: int = 0                 # more experts, which every token takes
-    gates: str = 'softmax'            # scores of the experts: softmax | sigmoid
     dropout: float = 0.1              # on embeddings, attention and both residual branches
     sparse: bool = True               # False: all E experts for every token, then drop E - K
 
@@ -69,8 +68,6 @@ class StrongConfig:
         if 4 * self.n_embd % (self.top_k + self.n_shared):
             raise ValueError(f'a width of {4 * self.n_embd} cannot be split into '
                              f'{self.top_k + self.n_shared} experts (top_k + n_shared)')
-        if self.gates not in ('softmax', 'sigmoid'):
-            raise ValueError(f"gates is '{self.gates}'; it can be softmax or sigmoid")
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
 
@@ -160,12 +157,10 @@ class Router(nn.Module):
 
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            score_NE = self.linear(x_ND.to(self.linear.weight.dtype))
-        score_NE = score_NE.sigmoid() if self.config.gates == 'sigmoid' else score_NE.softmax(-1)
-        best_NE, order_NE = score_NE.sort(descending=True, stable=True)
+            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        prob_NE = score_NE / score_NE.sum(-1, keepdim=True)
         return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
 
     def balance_loss(self, prob_NE, choice_NK):

@@ -15,7 +15,7 @@ from tools import arena, check
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
-FORMS = [SMALL, ROUTED, dict(ROUTED, gates='sigmoid'), dict(ROUTED, n_shared=0, top_k=2, sparse=False)]
+FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False)]
 
 
 def make(config, dtype=torch.float64):
@@ -75,8 +75,6 @@ def feed_forward(ffn, x, c, log):
     if c.n_expert == 1:
         return expert(x, ffn.fc.weight, ffn.down.weight)
     score = torch.exp(ffn.router.linear.weight @ x)
-    if c.gates == 'sigmoid':
-        score = score / (1 + score)
     best = sorted(range(c.n_expert), key=lambda e: -score[e].item())[:c.top_k]
     gates = {e: score[e] / sum(score[i] for i in best) for e in best}
     log.append((score / score.sum(), gates))
@@ -129,7 +127,7 @@ def test_oracle(config):
 # ---- The protocol --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('config', [SMALL, FORMS[2]], ids=str)
+@pytest.mark.parametrize('config', [SMALL, ROUTED], ids=str)
 def test_check_is_green(config):
     """Causal, cached = uncached, sparse = dense, and what else tools.check knows."""
     for each in check.CHECKS:
@@ -260,7 +258,7 @@ def test_counts():
 @pytest.mark.parametrize('keys, message', [
     (dict(n_expert=4, top_k=5), 'between 1 and n_expert'), (dict(n_shared=1), 'goes with n_expert > 1'),
     (dict(n_expert=8, top_k=5), 'cannot be split into 5 experts'), (dict(n_head=5), 'even width'),
-    (dict(gates='relu'), 'softmax or sigmoid'), (dict(dropout=1.0), 'less than 1')])
+    (dict(dropout=1.0), 'less than 1')])
 def test_what_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         StrongConfig(**keys)
