@@ -139,7 +139,7 @@ class Router(nn.Module):
             h_NE = F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
             log_prob_NE = F.log_softmax(h_NE, -1)
             prob_NE = log_prob_NE.exp()
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
         return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
@@ -252,7 +252,7 @@ class ModuleFormer(nn.Module):
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
             if p.dim() < 2 or '.router.' in name and kind not in ('A', 'B'):
-                continue                                        # norms, and your own router's
+                continue                     # norms; a custom router initialises its own extra weights
             if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in)
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
             elif kind in ('o', 'down'):                         # these add, twice per layer

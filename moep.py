@@ -82,14 +82,14 @@ class Router(nn.Module):
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)      # faster here than topk
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
-        p_E = prob_NE.mean(0)                           # "average routing probability […]"
+        p_E = prob_NE.mean(0)                           # mean probability of each choice
         if self.config.balance == 'switch':             # E sum f_i p_i: 1 if balanced, at most E/K
             chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
             f_E = chosen_NE.mean(0) / choice_NK.size(1)  # share of all N*K picks, no gradient
@@ -117,22 +117,14 @@ class ParallelLayer(nn.Module):
         self.down, self.down_bias = linear_stack(P, 4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
-    def attention(self, x, cache):
-        """In all P blocks (P * H heads): a later token may choose a block that this one did not."""
-        B, T, D = x.shape
-        P, H = self.config.n_block, self.config.n_head_parallel
-        n = F.layer_norm(x, (D,))
-        # Block p: (n * ln_1_gain[p] + ln_1_bias[p]) @ qkv[p] + qkv_bias[p], folded to n @ w + b.
-        w_PDF, b_PF = fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias)
-        w = w_PDF.view(P, D, 3, D).permute(2, 0, 3, 1).reshape(3, P * D, D)  # queries, keys, values
-        b = b_PF.view(P, 3, D).transpose(0, 1).reshape(3, P * D)
-        q, k, v = [F.linear(n, w[i], b[i]).view(B, T, P * H, -1).transpose(1, 2) for i in range(3)]
-        y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
-        return y.transpose(1, 2).reshape(B * T, P, D)
-
     def forward(self, x, cache=None):
+        P, H = self.config.n_block, self.config.n_head_parallel
         x_ND = x.flatten(0, 1)
-        y_NPD = self.attention(x, cache)
+        n = F.layer_norm(x, x.shape[-1:])
+        # Attention in all blocks p: (n * ln_1_gain[p] + ln_1_bias[p]) @ qkv[p] + qkv_bias[p]
+        q, k, v = project_all(n, *fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias), P * H)
+        y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
+        y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
         gate_NK, choice_NK, balance = self.router(x_ND)
         # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
         rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
@@ -153,13 +145,12 @@ class MoE(nn.Module):
     """Shrink or grow (section 3.3): K of E linear or SwiGLU experts map a token to another width."""
     def __init__(self, d_in, d_out, config, router=Router):
         super().__init__()
-        E = config.n_expert
         self.config = config
-        self.router = router(d_in, E, config)
+        self.router = router(d_in, config.n_expert, config)
         if config.swiglu:
-            self.fc, self.fc_bias = linear_stack(E, d_in, 2 * config.expert_hidden)
+            self.fc, self.fc_bias = linear_stack(config.n_expert, d_in, 2 * config.expert_hidden)
             d_in = config.expert_hidden
-        self.down, self.down_bias = linear_stack(E, d_in, d_out)
+        self.down, self.down_bias = linear_stack(config.n_expert, d_in, d_out)
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
@@ -222,6 +213,7 @@ class Block(nn.Module):
 
 class MoEP(nn.Module):
     router = Router                                      # a class; arena/ has others
+
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -243,6 +235,8 @@ class MoEP(nn.Module):
         stream's size: 1/sqrt(fan-in). A SwiGLU expert scales small embeddings to size 1 and back."""
         embedding = 0.02 * math.sqrt(2)                  # the size of token plus position embedding
         for name, p in self.named_parameters():
+            if 'router.' in name and not name.endswith('router.linear.weight'):
+                continue                         # a custom router initialises its own extra weights
             std = 0.02
             if name in ('shrink.fc', 'grow.fc'):
                 std = 1 / (embedding * math.sqrt(p.size(1)))
@@ -250,10 +244,9 @@ class MoEP(nn.Module):
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
-            ours = 'router.' not in name or name.endswith('router.linear.weight')    # else your router's
-            if ours and name.endswith('bias'):
+            if name.endswith('bias'):
                 nn.init.zeros_(p)
-            elif ours and 'ln_' not in name:             # gains are ones already
+            elif 'ln_' not in name:                      # gains are ones already
                 nn.init.normal_(p, std=std)
 
     def features(self, idx, cache=None):
@@ -368,6 +361,13 @@ def fold(gain_PD, bias_PD, w_PDF, b_PF):
     """Move the gain g and bias c of each block's LayerNorm into the map that follows, so that the
     norm itself is the same for all blocks: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
+
+
+def project_all(n, w_PDF, b_PF, n_heads):
+    """-> queries, keys, values. Three products: one would copy their gradients into one tensor."""
+    w = w_PDF.unflatten(2, (3, -1)).permute(2, 0, 3, 1).flatten(1, 2)        # (3, P*D, D)
+    b = b_PF.unflatten(1, (3, -1)).transpose(0, 1).flatten(1)                # (3, P*D)
+    return [F.linear(n, w[i], b[i]).unflatten(2, (n_heads, -1)).transpose(1, 2) for i in range(3)]
 
 
 def order_by_choice(choice_NK, n_choices):

@@ -158,7 +158,7 @@ class Router(nn.Module):
     def forward(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
             prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)
+        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
@@ -221,7 +221,7 @@ class Strong(nn.Module):
         So at first a token predicts itself, with a logit of 0.02 * n_embd: the loss is above ln V."""
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
-                continue                                 # your own router's
+                continue                         # a custom router initialises its own extra weights
             if '.proj' in name or '.down' in name:
                 nn.init.zeros_(p)
             elif name == 'wte.weight' or 'router.' in name:
