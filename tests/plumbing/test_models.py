@@ -49,6 +49,21 @@ def test_reductions(name):
     assert torch.allclose(model(x, y)[1], losses.sum() / 6)
 
 
+@pytest.mark.parametrize('name', ['moep', 'papaformer', 'selfmoe', 'stlm', 'stlm_depth', 'strong'])
+def test_a_window_of_one_token(name):
+    """Its newer half is that token: generate() goes on from the newest alone."""
+    module = import_model(name)
+    torch.manual_seed(0)
+    model = module.Model(module.Config(vocab_size=9, block_size=1, n_layer=2, n_head=4, n_embd=16)).eval()
+    for p in model.parameters():
+        p.data.add_(0.3 * torch.randn_like(p))
+    idx = torch.tensor([[3, 1], [4, 8]])
+    out = model.generate(idx, 4, temperature=0)
+    for _ in range(4):
+        idx = torch.cat((idx, model(idx[:, -1:])[0][:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(out, idx)
+
+
 @pytest.mark.parametrize('limit', ['none', 'raise', 'assert', 'table', 'mask'])
 def test_what_reads_past_its_block_size(limit):
     """However a model file says that it cannot."""
