@@ -243,6 +243,16 @@ def test_the_router_is_exact_under_autocast():
     assert choice.tolist() == [[4, 3, 2]] * 2 and gate.dtype == torch.float32
 
 
+def test_positions_in_bfloat16():
+    """Heads are bfloat16 under autocast, which cannot tell position 257 from 256: angles are float32."""
+    x = torch.randn(1, 1, 8, 4).bfloat16()
+    turned = strong.rope(x, past=300)
+    assert turned.dtype == torch.bfloat16
+    for t in range(8):
+        want = turn(x[0, 0, t].double(), 300 + t)
+        assert torch.allclose(turned[0, 0, t].double(), want, atol=0.01)
+
+
 def test_counts():
     """By hand: 12 layers of 384, a vocabulary of 16,384."""
     dense = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)
