@@ -296,6 +296,15 @@ def test_balance_by_hand():
     assert router.balance_loss(sure, first).item() == 2.0                # collapsed
 
 
+def test_entropy_of_a_choice_without_any_probability():
+    """A probability may be 0, whose logarithm is not finite. It adds nothing to the loss."""
+    router = moep.Router(8, 4, MoEPConfig(**{**SMALL, 'balance': 'entropy'}))
+    prob = torch.tensor([[0.5, 0.5, 0.0, 0.0]], requires_grad=True)
+    loss = router.balance_loss(prob, torch.tensor([[0, 1]]))
+    loss.backward()
+    assert abs(loss.item() + math.log(2)) < 1e-6 and prob.grad.isfinite().all()
+
+
 @pytest.mark.parametrize('form, spreads', [('switch', True), ('entropy', True), ('printed', False)])
 def test_minimising_balance_spreads_or_collapses(form, spreads):
     """From the same start the printed sign drives all tokens to one block, the other forms spread them."""
