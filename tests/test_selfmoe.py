@@ -191,6 +191,15 @@ def test_float32_is_float64_and_idle_experts_stand_still(n, k, T):
         assert (b.ffn.fc.grad[idle] == 0).all() and (b.ffn.down.grad[idle] == 0).all()      # zero, not none
 
 
+def test_the_router_is_exact_under_autocast():
+    """Scores that bfloat16 would round to a tie are told apart."""
+    router = selfmoe.Router(4, 4, 2)
+    torch.nn.init.eye_(router.linear.weight)
+    with torch.autocast('cpu', torch.bfloat16):
+        weight, _ = router(torch.tensor([[1.0, 1.001, 1.002, 1.003]]))
+    assert (weight > 0).tolist() == [[False, False, True, True]] and weight.dtype == torch.float32
+
+
 def test_balance_by_hand():
     router = selfmoe.Router(3, 3, 2)
     prob = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4]])
@@ -243,6 +252,14 @@ def test_surgery_keeps_your_class():
     model = Mine(SelfMoEConfig(**SMALL))
     assert type(add_gates(model)) is type(upcycle(model)) is Mine
     assert type(select_gates(add_gates(model), [(tokens(), tokens())])[0]) is Mine
+
+
+def test_surgery_keeps_the_mode():
+    """A model that evaluates goes on without dropout."""
+    for training in (True, False):
+        model = make(dropout=0.5).train(training)
+        for new in (add_gates(model), upcycle(model)):
+            assert all(part.training == training for part in new.modules())
 
 
 def test_sizes_of_the_paper():
@@ -383,6 +400,27 @@ def test_select_gates_table_against_the_oracle(changes):
     nats = model.eval()(x, y, reduction='none')[1]       # after the last gate: the model's own perplexity
     own = (nats.sum(1) / (y >= 0).sum(1))[:3].exp().mean().item()
     assert table[-1]['with'] == pytest.approx(own, rel=1e-5)
+
+
+def test_token_0_is_a_target_like_any_other():
+    """Also in a sequence that has no other."""
+    model, x = make(gate='vector').eval(), tokens(3)
+    y = torch.zeros_like(x)
+    y[0, 1] = 5
+    y[1, 2:] = -1
+    _, table = select_gates(model, [(x, y)])
+    nats = model(x, y, reduction='none')[1]
+    own = (nats.sum(1) / torch.tensor([6, 2, 6])).exp().mean().item()
+    assert table[-1]['with'] == pytest.approx(own, rel=1e-6)
+
+
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
+def test_select_gates_is_exact_in_bfloat16():
+    """Its logits are rounded, but not the perplexity: else gates that help a little look useless."""
+    model, x = make(gate='matrix', dtype=torch.bfloat16).eval(), tokens(3)
+    _, table = select_gates(model, [(x, x.roll(-1, 1))])
+    nats = F.cross_entropy(model(x)[0].float().transpose(1, 2), x.roll(-1, 1), reduction='none')
+    assert table[-1]['with'] == pytest.approx(nats.mean(1).exp().mean().item(), rel=1e-6)
 
 
 def test_select_gates_leaves_the_model_alone():
