@@ -253,6 +253,13 @@ def test_eval_mode_takes_the_best_choice():
     assert torch.allclose(soft, (2 * logits).softmax(-1))
 
 
+def test_the_router_is_exact_under_autocast():
+    """Scores that bfloat16 would round to a tie are told apart."""
+    with torch.autocast('cpu', torch.bfloat16):
+        pi, _ = router_of().float().eval()(torch.tensor([[[1.0, 1.001, 1.002]]]))
+    assert pi.tolist() == [[[0, 0, 1]]] and pi.dtype == torch.float32
+
+
 @pytest.mark.parametrize('changes', [G1, G2, G1 | dict(hard=False), dict()])
 def test_eval_mode_draws_nothing(changes):
     model, x = make(dropout=0.5, **changes).eval(), tokens()
