@@ -194,6 +194,23 @@ def test_dropout():
         model.train()
 
 
+def test_each_expert_drops_channels_of_its_own():
+    low = lora.LowRank(torch.zeros(6, 32, 5), rank=2, alpha=2, dropout=0.5)
+    low.b.data.fill_(1.0)
+    low.a.data.fill_(1.0)
+    kept = low(torch.zeros(6, 32, 5))[:, :, 0] > 0       # (E, in)
+    assert len({tuple(row) for row in kept.tolist()}) == 6
+
+
+def test_how_adapters_start():
+    """a: evenly between -1/sqrt(in) and 1/sqrt(in), whatever the rank and the width out; b: 0."""
+    torch.manual_seed(0)
+    for weight in (torch.zeros(8, 400), torch.zeros(3, 400, 8)):     # nn.Linear holds (out, in)
+        low = lora.LowRank(weight, rank=16, alpha=16, dropout=0.0)
+        assert low.a.shape[-2:] == (400, 16) and not low.b.any()
+        assert 0.048 < low.a.abs().max() <= 0.05 and abs(low.a.std() - 0.05 / 3 ** 0.5) < 1e-3
+
+
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # a CPU without bfloat16
 def test_state_dict_copies_and_precision():
     ids = some_ids()
