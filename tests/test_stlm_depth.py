@@ -355,6 +355,15 @@ def test_drafts_where_nobody_or_everybody_passes(bias):
         assert torch.equal(model.generate(x, 6, temperature=0, draft_layers=E, n_draft=2), want)
 
 
+def test_a_top_k_of_more_than_the_vocabulary_is_all_of_it():
+    model, x = make().eval(), tokens()
+    drawn = []
+    for top_k in (None, 1000):
+        torch.manual_seed(0)
+        drawn.append(model.generate(x, 5, top_k=top_k, draft_layers=1))
+    assert torch.equal(*drawn)
+
+
 def test_draft_layers_that_there_are_not():
     model = make().eval()
     for wrong in (-1, 4, 5):
