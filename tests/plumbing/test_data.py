@@ -44,14 +44,14 @@ def data(sets, T=8, ranges={}, **settings):
 def test_epoch_covers_everything_once_and_is_cut_anew():
     d = data(dict(a=np.arange(1000)))
     offsets, orders = set(), []
-    for epoch in range(6):
+    for epoch in range(60):
         order = d.order(epoch)
         starts = np.sort(order)
         assert np.array_equal(np.diff(starts), np.full(len(starts) - 1, 8))     # no overlap, no gap
-        assert starts[0] < 8 and starts[-1] + 8 < 1000 <= starts[-1] + 8 + 9
+        assert starts[0] < 8 and starts[-1] + 8 < 1000 <= starts[-1] + 8 + 8     # the next would not fit
         offsets.add(starts[0])
         orders.append(order)
-    assert len(offsets) > 1 and not np.array_equal(orders[0], np.sort(orders[0]))
+    assert offsets == {*range(8)} and not np.array_equal(orders[0], np.sort(orders[0]))
     assert np.array_equal(d.order(3), data(dict(a=np.arange(1000))).order(3))   # seed and epoch alone
     assert not np.array_equal(d.order(0), data(dict(a=np.arange(1000)), seed=7).order(0))
 
@@ -100,6 +100,17 @@ def test_mixture_passes_and_no_window_across_sets():
     assert len(np.unique(in_b % 8)) > 1                  # the passes over b are cut differently
     for quarter in x[:, 0].chunk(4):                     # and the sets come mixed
         assert 0 < (quarter == 0).float().mean() < 0.4
+
+
+def test_half_a_pass_reads_windows_from_everywhere():
+    """Not those of the beginning: another half in every epoch."""
+    d = data(dict(a=np.arange(8000)), ranges=dict(a=(0.0, 1.0, 0.5)))
+    for epoch in range(3):
+        starts = d.order(epoch)
+        assert len(starts) in (499, 500) and len(np.unique(starts)) == len(starts)
+        assert 0.4 < (starts < 4000).mean() < 0.6
+    d = data(dict(a=np.arange(8000)), ranges=dict(a=(0.0, 1.0, 1e-6)))
+    assert len(d.order(0)) == 1                          # a small part is at least a window
 
 
 def test_words_are_counted_by_set():
@@ -197,6 +208,7 @@ def test_val_windows_score_every_token_but_the_first_once(n):
     (_, y), = val_batches(tokens[:5], 8, 16, -1, None, 1, 2)     # as many each: this one predicts nothing
     assert y.shape == (1, 5) and (y == -1).all()
     assert targets(17) == list(range(1, min(n, 17)))     # whole windows of 17 tokens: two
+    assert targets(3) == list(range(1, 9))               # but at least one
 
 
 def test_bits_per_byte_of_a_uniform_model():
@@ -214,6 +226,17 @@ def test_bits_per_byte_of_a_uniform_model():
     assert math.isclose(got['bits_per_byte'], math.log2(100) * 1000 / n_bytes, rel_tol=1e-6)
     assert math.isclose(got['loss'], math.log(100), rel_tol=1e-6)
     assert math.isclose(got['perplexity'], 100, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize('cost', [4.59375, 1000.0])
+def test_costs_that_are_rough_or_large(cost):
+    """In bfloat16 they are added up exactly; a perplexity that no float can hold is cut."""
+    class Rough(torch.nn.Module):
+        def forward(self, x, y, reduction):
+            return None, torch.where(y >= 0, cost, 0.0).bfloat16(), {}
+    batches = val_batches(torch.zeros(1001, dtype=torch.int16), 64, 4, -1)
+    got = score_batches(Rough(), batches, torch.ones(1, dtype=torch.long), machine())
+    assert got['loss'] == cost and got['perplexity'] == math.exp(min(cost, 700))
 
 
 def test_corpus_refuses_bad_ranges(tmp_path):
@@ -240,7 +263,9 @@ def test_a_surgery_sees_training_text():
     c = corpus(dict(a=a, b=np.arange(3000, 3050), c=np.arange(9)), a=(0.5, 1.0, 1.0), c=(0.5, 1.0, 1.0))
     c.s = Settings(surgery_batches=3, batch_size=2)
     c.machine = machine()
-    starts = [x[:, 0].tolist() for x, _ in Corpus.calibration(c, 8)]
+    batches = Corpus.calibration(c, 8)
+    assert all(torch.equal(y, x + 1) for x, y in batches)        # every window is whole
+    starts = [x[:, 0].tolist() for x, _ in batches]
     assert starts[:3] == [[1600, 1608], [1616, 1624], [1632, 1640]]
     assert starts[3:] == [[3000, 3008], [3016, 3024], [3032, 3040]]
 
