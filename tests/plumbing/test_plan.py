@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import moduleformer
+import moep
 from plumbing.cli import UserError
 from plumbing.machine import Machine
-from plumbing.plan import check_model, check_vocabulary, only_counted, show_sample
+from plumbing.models import sketch
+from plumbing.plan import check_model, check_size, check_vocabulary, describe, only_counted, show_sample
 from plumbing.settings import Settings
 
 
@@ -27,6 +29,15 @@ def test_a_check_leaves_no_trace_in_the_model():
     model = Counting()
     check_model(model, Settings(), SimpleNamespace(T=8), Machine('cpu'))
     assert model.seen == 0 and model.table.tolist() == [1, 1]
+
+
+def test_a_check_is_of_training():
+    """A surgery leaves a model in eval mode, where it may return no auxiliary loss."""
+    class Exits(torch.nn.Linear):
+        def forward(self, idx, targets=None):
+            return None, None, dict(exit=self.weight.sum()) if self.training else {}
+    s = Settings(aux_weights=dict(exit=1.0))
+    check_model(Exits(2, 2).eval(), s, SimpleNamespace(T=8), Machine('cpu'))
 
 
 def test_a_rate_that_nothing_uses_is_told(capsys):
@@ -49,6 +60,47 @@ def test_a_vocabulary_is_the_tokenizers_or_larger():
         check(dict(vocab_size=64, byte_limit=12))
     with pytest.raises(UserError, match='vocab_size is 260'):        # symbols are counted from the end
         check(dict(vocab_size=260), 259, slots=13)
+
+
+@pytest.mark.parametrize('shard, cuda, size', [
+    (False, False, 16), (False, True, 16), (True, False, 16), (True, True, 4 + 16 / 8)])
+def test_what_training_takes(shard, cuda, size):
+    """Per parameter: weight, gradient and two moments of four bytes each. Eight GPUs share them, but each
+    first holds the whole model; processes on a CPU share its memory."""
+    keys = dict(vocab_size=100, n_layer=1, n_embd=16, n_ffd=2, d_ffd=16)
+    count = sketch(moduleformer, keys).count_params()[0]
+    machine = SimpleNamespace(cuda=cuda, world=8, memory=lambda: size * count)
+    check_size(moduleformer, keys, Settings(shard=shard), machine)
+    machine.memory = lambda: size * count - 1
+    with pytest.raises(UserError, match='a model of .* parameters takes .* to train, and this machine has'):
+        check_size(moduleformer, keys, Settings(shard=shard), machine)
+
+
+def test_what_a_log_says_of_a_run():
+    """Of the parameters, those that train; of a step, the tokens of all its windows."""
+    model = moep.Model(moep.Config(vocab_size=10, block_size=8, n_layer=1, n_embd=8, n_head=1, n_parallel=0))
+    model.wte.requires_grad_(False)
+    s = Settings(batch_size=3, gradient_accumulation_steps=2)
+    about = describe(model, s, SimpleNamespace(rows=12, T=8), Machine('cpu'), steps=5)
+    total, active = model.count_params()
+    assert (about['parameters'], about['active'], about['trained']) == (total, active, total - 10 * 8)
+    assert (about['steps'], about['tokens_per_step']) == (5, 12 * 8)
+
+
+def test_a_sample_goes_on_after_the_last_pauses(capsys):
+    """What follows pauses was learned; without any, after an end-of-text, which is not shown."""
+    begun, shown = [], []
+
+    def generate(idx, *_, **__):
+        begun.append(idx.tolist())
+        return torch.cat((idx, torch.tensor([[5, 6]])), 1)
+    model = SimpleNamespace(eval=lambda: begun.append('eval'), routes=lambda idx: {}, generate=generate,
+                            config=SimpleNamespace(block_size=12))
+    tokenizer = SimpleNamespace(eot=0, pauses=[9], show=lambda ids: shown.append(ids) or '')
+    for text in ([1, 9, 2, 9, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6, 9, 9]):    # half a window of it is looked at
+        corpus = SimpleNamespace(tokenizer=tokenizer, scored=['a'], pad=9, val=dict(a=torch.tensor(text)))
+        show_sample(model, Settings(), corpus, Machine('cpu'))
+    assert begun == ['eval', [[1, 9, 2, 9]], 'eval', [[0]]] and shown == [[9, 2, 9, 5, 6], [5, 6]]
 
 
 @pytest.mark.parametrize('data, line', [
