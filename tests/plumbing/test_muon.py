@@ -103,6 +103,13 @@ def test_who_takes_what():
         assert [group['weight_decay'] for group in groups] == [0.1, 0.0, 0.1]
 
 
+def test_an_embedding_of_any_name():
+    model = nn.ModuleDict(dict(words=nn.Embedding(5, 4), map=nn.Linear(4, 4, bias=False)))
+    groups = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu')).param_groups
+    assert [len(group['params']) for group in groups] == [1, 0, 1]
+    assert groups[0]['params'][0] is model['words'].weight
+
+
 def test_saved_and_resumed(run, data_dir, tmp_path):
     """Bit for bit; and a run keeps its optimiser."""
     def start(name, *more, code=0):
