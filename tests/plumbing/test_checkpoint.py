@@ -13,7 +13,7 @@ import lora
 import moep
 from plumbing import checkpoint
 from plumbing.checkpoint import (build_model, check_start, data_folder, freeze, load_checkpoint,
-                                 read_checkpoint, run_tokenizer)
+                                 read_checkpoint, run_surgery, run_tokenizer, start_model)
 from plumbing.cli import UserError
 from plumbing.folder import save_file
 from plumbing.settings import Settings
@@ -40,6 +40,13 @@ def test_a_folder_or_a_file_is_read(tmp_path):
         assert ckpt['iter'] == 3 and ckpt['folder'] == str(tmp_path)
     model, ckpt = load_checkpoint(tmp_path)
     assert not model.training and torch.equal(model.wte.weight, ckpt['weights']['wte.weight'])
+
+
+def test_windows_of_a_step(tmp_path):
+    """Of all micro-batches and processes; those of its settings, which may differ from the next run's."""
+    settings = dataclasses.asdict(Settings(batch_size=5, gradient_accumulation_steps=3))
+    torch.save(state(settings=settings, ranks=[{}, {}]), tmp_path / 'ckpt.pt')
+    assert read_checkpoint(tmp_path)['rows'] == 5 * 3 * 2
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
@@ -124,11 +131,13 @@ def shared(depth):
     dict(settings=None), dict(settings=dict(data=[1])), dict(settings=dict(learning_rate=float('inf'))),
     dict(weights=[]), dict(weights={'a': 3}), dict(frozen=[None]), dict(log_bytes=-1), dict(ranks=[3]),
     dict(ranks=[]), dict(data=dict(epoch=0)), dict(data=dict(epoch=0, position=-1, words=0.0)),
+    dict(data=dict(epoch=0, position=48, words=12.0, seen=48, unit=0, size=9999)),
     dict(weights=dict(a=torch.zeros(1).expand(10 ** 9))), dict(weights=dict(a=torch.zeros(3, device='meta'))),
     dict(weights=dict(a=torch.zeros(3).to_sparse())), dict(config=dict(a=shared(60))),
     dict(adapted=[('lora.merge_lora', {})]), dict(adapted=[('lora.add_lora', dict(rank='a'))]),
     dict(adapted=[('lora.add_lora', dict(device='cpu'))]),
     dict(adapted=[('lora.add_lora', dict(only='(.+)+!'))]),
+    dict(adapted=[('lora.add_lora', dict(only='.*.*.*.*!'))]),
     dict(adapted=3), dict(adapted=['lora.add_lora'])])
 def test_parts_that_cannot_be(tmp_path, changes):
     torch.save(state(**changes), tmp_path / 'ckpt.pt')
@@ -180,6 +189,9 @@ def test_weights_that_do_not_fit_the_config():
     with pytest.raises(UserError, match=r'out/x: its weights do not fit moep.py with n_embd = 16 .it has 8.'):
         build_model(ckpt, n_embd=16, n_layer=1)
     assert build_model(ckpt, dropout=0.5).config.dropout == 0.5
+    double = {name: w.double() for name, w in ckpt['weights'].items()}   # loading would round them
+    with pytest.raises(UserError, match='do not fit moep.py with its own config'):
+        build_model(ckpt | dict(weights=double))
     ckpt['weights'].pop('wte.weight')
     with pytest.raises(UserError, match='do not fit moep.py with its own config'):
         build_model(ckpt)
@@ -212,3 +224,55 @@ def test_the_tokenizer_beside_a_checkpoint(data_dir):
 def test_the_data_of_a_run():
     for data in ('a', {'a': (0.0, 1.0), 'b': (0.0, 0.5)}):
         assert data_folder(dict(settings=dict(data=data, data_dir='data'))).as_posix() == 'data/a'
+
+
+# ---- Starting from other runs -------------------------------------------------------------------
+
+
+def surgery_of(ckpts, operate, model_keys={}, **settings):
+    s = Settings(surgery='mine.cut', init_from=[ckpt['folder'] for ckpt in ckpts], **settings)
+    corpus = SimpleNamespace(machine=SimpleNamespace(device='cpu'), calibration=lambda seq_len: seq_len)
+    return run_surgery(operate, ckpts, s, moep, model_keys, corpus)
+
+
+def test_what_a_surgery_is_given():
+    """Models in eval mode, and batches of the length that the run will read."""
+    seen = []
+
+    def cut(models, batches):
+        seen.append((batches, [model.training for model in models]))
+        return models[0]
+    ckpts = [state(folder='out/a'), state(folder='out/b')]
+    for seq_len in (None, 4):
+        surgery_of(ckpts, cut, seq_len=seq_len)
+    assert seen == [(8, [False, False]), (4, [False, False])]
+
+
+def test_what_no_surgery_is_given():
+    """Adapters, in any of the models; and settings that are not those of all models."""
+    refused = lambda models: pytest.fail('it is run')
+    adapted = state(folder='out/b', adapted=[['lora.add_lora', {}]])
+    with pytest.raises(UserError, match='the model has adapters; merge them first'):
+        surgery_of([state(folder='out/a'), adapted], refused)
+    other = state(folder='out/b', config=dataclasses.asdict(moep.Config(**SMALL | dict(n_layer=2))))
+    with pytest.raises(UserError, match='come from init_from and surgery_args; remove n_layer$'):
+        surgery_of([state(folder='out/a'), other], refused, dict(n_layer=1, n_embd=8))
+
+
+def test_every_run_that_another_starts_from_is_checked(monkeypatch):
+    found = dict(a=state(folder='out/a'), b=state(folder='out/b', tokenizer='another'))
+    monkeypatch.setattr(checkpoint, 'read_checkpoint', found.get)
+    corpus = SimpleNamespace(hash='its hash', folder='data/mine')
+    with pytest.raises(UserError, match='out/b has another tokenizer than data/mine'):
+        start_model(Settings(init_from=['a', 'b']), moep, {}, corpus)
+
+
+def test_no_run_deletes_what_it_starts_from(tmp_path):
+    """However the folder is spelled."""
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'run')
+    corpus = SimpleNamespace(hash='its hash', folder='data/mine')
+    for name in ('run', 'link', 'run/../run'):
+        s = Settings(overwrite=True, out_dir=f'{tmp_path}/{name}')
+        with pytest.raises(UserError, match='which --overwrite deletes: set another --out_dir'):
+            check_start(state(folder=str(tmp_path / 'run')), s, corpus)
