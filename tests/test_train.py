@@ -196,6 +196,8 @@ def test_dropout_schedules(run, data_dir, tmp_path, monkeypatch):
                          rising=[0.0, 0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175],
                          triangle=[0.0, 0.05, 0.1, 0.15, 0.2, 0.15, 0.1, 0.05], triangles=[0.0, 0.2] * 4)
     assert [round(train.dropout_rate(it, s, 32, 0.2), 4) for it in range(8, 13)] == [0, 0.05, 0.1, 0.15, 0.2]
+    for s.dropout_schedule, last in dict(linear=0.0, rising=0.2, triangle=0.0).items():
+        assert train.dropout_rate(9, s, 8, 0.2) == last  # a resumed run may read a little more than planned
 
     def triangle(out, *args):
         run('train.py', 'config/stlm.py', f'--data_dir={data_dir}', '--dropout=0.2', '--batch_size=1',
@@ -241,8 +243,16 @@ def test_tokens_per_second(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'train_step', lasting(2, train.train_step))
     monkeypatch.setattr(train, 'evaluate', lasting(100, train.evaluate))
     tiny('--max_iters=3', '--eval_interval=1', '--gradient_accumulation_steps=3')
-    rates = [r['tokens_per_s'] for r in read_log(tmp_path / 'run') if 'loss' in r]
-    assert rates == [2 * 3 * 32 / 2] * 3
+
+    def rates(folder):
+        return [r['tokens_per_s'] for r in read_log(folder) if 'loss' in r]
+    assert rates(tmp_path / 'run') == [2 * 3 * 32 / 2] * 3
+    # a line counts from the one before, also where no evaluation lies between: the second step is slower
+    seconds = iter((0, 6, 0))
+    plain = train.train_step
+    monkeypatch.setattr(train, 'train_step', lambda *args: lasting(next(seconds), plain)(*args))
+    tiny('--max_iters=3', out='b')
+    assert rates(tmp_path / 'b') == [2 * 32 / 2, 2 * 32 / 8, 2 * 32 / 2]
 
 
 def test_checkpoints_by_words(tiny, tmp_path):
@@ -256,6 +266,27 @@ def test_checkpoints_by_words(tiny, tmp_path):
     assert 100 <= words[0] == words[1] < 200 <= words[2] < 300
     tiny('--max_iters=14', at, '--resume')               # those of before stay what they are
     assert [load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept] == words
+
+
+def test_routes_are_those_of_the_first_validation_batch(monkeypatch):
+    """Of the first data set that is scored, whatever the others are."""
+    score = dict(loss=1.0, perplexity=2.0, bits_per_byte=3.0)
+    monkeypatch.setattr(train, 'score_batches', lambda *_: score)
+    monkeypatch.setattr(train, 'route_shares', lambda model, x, machine: x)
+    batches = lambda name, *_: iter([(f'{name} 1', None), (f'{name} 2', None)])
+    corpus = SimpleNamespace(scored=['b', 'a'], val_batches=batches, token_lengths=None)
+    found = train.evaluate(None, corpus, SimpleNamespace(T=8, words=6.7), 3, Machine('cpu'))
+    assert found == dict(words=7, val=dict(b=score, a=score), routes='b 1')
+
+
+def test_a_word_count_that_is_met_exactly(tiny, tmp_path):
+    """Its checkpoint is not written again when the run goes on."""
+    tiny('--max_iters=2', out='a')
+    words = load_checkpoint(tmp_path / 'a')[1]['words']
+    for steps in (2, 3):
+        tiny(f'--max_iters={steps}', f'--checkpoint_words=[{words!r}]', '--resume')
+        kept, = (tmp_path / 'run').glob('ckpt_*')
+        assert load_checkpoint(kept)[1]['iter'] == 2
 
 
 # ---- Segment memory -----------------------------------------------------------------------------
@@ -459,14 +490,19 @@ def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
             assert math.isclose(b['lr'], at[a['windows'] + 2])
     assert 'nothing is left to train' in tiny(*plan, '--resume', '--batch_size=5').stdout
     assert 'from step 34' in tiny(*plan, '--resume', '--max_iters=0').stdout
+    assert 'plan      34 steps' in tiny(*plan, '--resume', '--max_iters=0', '--batch_size=5').stdout
 
 
 def test_a_gradient_that_is_not_finite(tiny, tmp_path, monkeypatch):
-    """Also where every loss is."""
+    """Also where every loss is; and a loss that is not, where every gradient is: of an impossible target."""
     step = train.train_step
-    monkeypatch.setattr(train, 'train_step', lambda *args: (step(*args)[0], torch.tensor(math.inf)))
-    told = tiny('--max_iters=3', code=2).stderr
-    assert 'the loss, its gradient or a weight is not finite at step 1' in told
+    inf = torch.tensor(math.inf)
+    breaks = dict(gradient=lambda mean, norm: (mean, inf),
+                  loss=lambda mean, norm: (mean | dict(loss=inf), norm))
+    for name, broken in breaks.items():
+        monkeypatch.setattr(train, 'train_step', lambda *args: broken(*step(*args)))
+        told = tiny('--max_iters=3', out=name, code=2).stderr
+        assert 'the loss, its gradient or a weight is not finite at step 1' in told
 
 
 def test_compiling_goes_by_the_steps_that_are_left(tiny, monkeypatch):
@@ -907,6 +943,8 @@ def test_learning_rate():
     assert rates == pytest.approx([0.1, 0.9, 1.0, 0.55, 0.1])
     s.schedule = 'linear'
     assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
+    for s.schedule in ('cosine', 'linear'):              # a resumed run may read a little more than planned
+        assert train.learning_rate(119, s, 109) == pytest.approx(0.1)
     s.schedule = 'constant'
     assert train.learning_rate(109, s, 109) == 1.0
     s.warmup_lr = 0.5
