@@ -81,10 +81,11 @@ def patched(load):
     return patched
 
 
-def counting(steps):
-    """A Router that counts its steps, and whose scores depend on how many there were."""
+def counting(steps, when='if True'):
+    """A Router that counts its steps; its scores depend on how many there were, by 'else' in eval mode."""
     count = '        if self.training:\n            self.steps = self.steps + 1\n'
-    return LINEAR + FORWARD, f'{LINEAR}        {steps}\n{FORWARD}{count}        x_ND = x_ND / self.steps\n'
+    use = f'        {when}:\n            x_ND = x_ND / self.steps\n'
+    return LINEAR + FORWARD, f'{LINEAR}        {steps}\n{FORWARD}{count}{use}'
 
 
 LINEAR = '        self.linear = nn.Linear(d, n_choices, bias=False)\n'
@@ -96,10 +97,17 @@ TOP_K = '[:, :self.config.top_k]'
 BUFFER = "self.register_buffer('steps', torch.ones(()))"
 FAULTS = {                                               # of moep.py: the row, what is replaced, by what
     'mask': ('causal', 'is_causal=causal', 'is_causal=False'),
+    'next token': ('causal', 'return self.ln_f(x), aux',  # and hidden while the bias is zero
+                   'return self.ln_f(x) + self.ln_f.bias * x.roll(-1, 1), aux'),
+    'last token': ('causal', DROPOUT, f'{DROPOUT} + self.wte(idx[:, -1:])'),
     'expert choice': ('causal', 'weight.dtype)).softmax(-1)', 'weight.dtype)).softmax(0)'),
     'positions': ('cached', 'torch.arange(past, length', 'torch.arange(0, length - past'),
     'window': ('cached', 'idx[:, -max(1, limit // 2):]', 'idx[:, -limit:]'),
     'long prompt': ('cached', 'cache, new = [], idx[:, -limit:]', 'cache, new = [], idx[:, :limit]'),
+    'short prompt': ('cached', 'cache, new = [], idx[:, -limit:]', 'cache, new = [], idx[:, 1:][:, -limit:]'),
+    'one at a time': ('cached', 'F.linear(x, self.wte.weight)',
+                      'F.linear(x, self.wte.weight) / min(2, idx.size(1))'),
+    'only new tokens': ('cached', '        return idx\n', '        return idx[:, -max_new_tokens:]\n'),
     'pieces': ('cached', 'if 1 < T < S:', 'if 1 < T < S < 0:'),
     'batch': ('batched', 'return self.ln_f(x), aux', 'return self.ln_f(x - x.mean(0)), aux'),
     'noise': ('repeats', DROPOUT, DROPOUT.replace('self.', 'F.', 1)),
@@ -120,11 +128,16 @@ FAULTS = {                                               # of moep.py: the row, 
     'list': ('resume', 'activate(h, swiglu):\n',
              'activate(h, swiglu, calls=[1]):\n    calls[0] += 1\n    h = h / calls[0]\n'),
     'unsaved buffer': ('resume', *counting(BUFFER.replace(')))', ')), persistent=False)'))),
+    'unsaved buffer in eval': ('resume', *counting(BUFFER.replace(')))', ')), persistent=False)'), 'else')),
     'dense': ('sparse', SCATTER, SCATTER.replace('choice_NK, gate_NK)', 'choice_NK, 0.5)')),
     'gradient': ('sparse', 'rows.masked_fill(readers[:, :, None] < 0, 0).sum(1)', 'rows.sum(1)'),
     'size': ('counts', 'return total, total - idle', 'return total - idle, total'),
     'nothing active': ('counts', 'return total, total - idle', 'return total, 0'),
-    'loss': ('shapes', 'return None, loss, aux', 'return None, loss + sum(aux.values()), aux')}
+    'loss': ('shapes', 'return None, loss, aux', 'return None, loss + sum(aux.values()), aux'),
+    'ignored targets': ('shapes', 'ignore_index=-1', 'ignore_index=-100'),
+    'each loss': ('shapes', 'loss = loss.view_as(targets) if', 'loss = 2 * loss.view_as(targets) if'),
+    'mean loss': ('shapes', "if reduction == 'none' else loss", "if reduction == 'none' else 2 * loss"),
+    'loss of each choice': ('shapes', '(f_E * p_E).sum()', '(f_E * p_E)')}
 
 
 @pytest.mark.parametrize('fault', FAULTS)
@@ -143,11 +156,22 @@ def test_a_fault_turns_no_other_row_red(patched, fault):
 
 @pytest.mark.parametrize('name, config, row, old, new', [
     ('moduleformer', POOLS, 'routes', 'gate_NK, choice_NK = best_NE', 'gate_NK, choice_NK = -best_NE'),
+    ('selfmoe', dict(SELF, n_expert=3, top_k=2), 'routes', 'prob_NE.topk(self.top_k)', 'prob_NE.topk(3)'),
     ('stlm', BYTES, 'causal', 'x + F.pad(before, (0, 0, 1, 0))', 'x + self.wte(chunks)'),
     ('stlm', BYTES, 'cached', 'done = whole - max(1, limit // 2)', 'done = whole - limit + 1')])
 def test_faults_of_other_models(patched, name, config, row, old, new):
     module = patched(name, old, new)
     assert check.run_check(getattr(check, row), module, module.Config(**config))[0] == 'WRONG'
+
+
+def test_states_of_another_shape(load):
+    """What a forward of its own hides."""
+    text = (ROOT / 'moep.py').read_text(encoding='utf-8')
+    text = text.replace('return self.ln_f(x), aux', 'return self.ln_f(x)[None], aux')
+    text = text.replace('        logits = F.linear(x, ', '        logits = F.linear(x[0], ')
+    module = load(text)
+    found = check.run_check(check.shapes, module, module.Config(**MOEP))
+    assert found == ('WRONG', 'states of features() are not (B, T, width)')
 
 
 def test_state_that_is_not_saved_is_named(patched):
@@ -159,6 +183,12 @@ def test_state_that_is_not_saved_is_named(patched):
 def test_state_in_a_buffer_is_green(patched):
     module = patched('moep', *counting(BUFFER))
     assert check.run_check(check.resume, module, module.Config(**MOEP))[0] == 'ok'
+
+
+def test_a_frozen_parameter_is_green(patched):
+    frozen = '        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)\n'
+    module = patched('moep', LINEAR, LINEAR + frozen)
+    assert check.run_check(check.gradients, module, module.Config(**MOEP))[0] == 'ok'
 
 
 # ---- Routers that are a file of their own --------------------------------------------------------
