@@ -188,6 +188,19 @@ def test_the_code_that_an_entry_imports(tmp_path, monkeypatch, imports):
     assert entries.read_code('mine').endswith('x = 1')
 
 
+def test_the_code_of_every_stage_counts(tmp_path, monkeypatch):
+    stages = [tmp_path / '1_a.py', tmp_path / '2_b.py']
+    for path, model in zip(stages, ('moep', 'selfmoe')):
+        path.write_text(f"model = '{model}'\n")
+    code = dict(moep='a', selfmoe='b')
+    monkeypatch.setattr(entries, 'read_code', code.get)
+    seen = [entries.identify(stages)['checksum']]
+    for model in code:
+        code[model] += 'x'
+        seen.append(entries.identify(stages)['checksum'])
+    assert len({*seen}) == 3
+
+
 def test_what_counts_as_code(tmp_path, monkeypatch):
     """The text itself, since what Python makes of it differs between versions."""
     monkeypatch.setattr(entries, 'ROOT', tmp_path)
@@ -405,6 +418,44 @@ def test_stages_are_added_up(track, go, tmp_path):
     assert 'composed is in neither class' in text
 
 
+def test_a_stage_starts_from_those_beside_it(tmp_path, monkeypatch):
+    """Of the same entry and seed, wherever its config says that they are: from one, or from a list."""
+    starts = {'1_a': '', '2_b': "init_from = 'out/1_a'", '3_c': "init_from = ['out/1_a', 'out/2_b']"}
+    for name, text in starts.items():
+        (tmp_path / f'{name}.py').write_text(f"model = 'moep'\n{text}\n")
+    given = []
+    cost = dict(tokens=1, minutes=1.0, flops_per_token=1, tokens_per_s=1)
+    monkeypatch.setattr(arena, 'call', lambda script, config, *args: given.append(args))
+    monkeypatch.setattr(arena, 'read_run', lambda folder: dict(cost, command=folder.name))
+    home = tmp_path / 'runs'
+    folder, _ = arena.train([tmp_path / f'{name}.py' for name in starts], {}, home, 5, 'data')
+    assert folder == home / '3_c'
+    common = [['--seed=5', f'--out_dir={home / name}', '--data_dir=data'] for name in starts]
+    both = [str(home / '1_a'), str(home / '2_b')]
+    inits = [[], [f'--init_from={both[0]}'], [f'--init_from={both}']]
+    assert [*map(list, given)] == [[*args, *init, '--resume'] for args, init in zip(common, inits)]
+
+
+@pytest.mark.parametrize('line, message', [
+    ('vocab_size = 4000', 'has 0.84M parameters'), ('seq_len = 32', 'reads windows of 32 tokens'),
+    ('max_iters = 0', 'reads 0.00M tokens; the track toy has 0.5M')])
+def test_what_an_entry_sets_itself_counts(tmp_path, line, message):
+    text = (ROOT / 'config/arena/toy/gpt2.py').read_text()
+    config = tmp_path / 'mine.py'
+    config.write_text(text)
+    entries.check_entry(config, [], alone=True, track='toy')
+    config.write_text(f'{text}\n{line}\n')
+    with pytest.raises(UserError, match=message):
+        entries.check_entry(config, [], alone=True, track='toy')
+
+
+def test_a_stage_does_not_start_from_itself(tmp_path):
+    config = tmp_path / '1_a.py'
+    config.write_text("model = 'moep'\ndata = 'toy_stories'\ninit_from = 'out/1_a'\n")
+    with pytest.raises(UserError, match='init_from names out/1_a, which is not an earlier stage'):
+        entries.check_entry(config, [], alone=False, track='toy')
+
+
 def test_what_a_run_cost(tmp_path):
     """Read from its log: the median speed, the time and the scores of the end, the window it was given."""
     config = dict(vocab_size=40, block_size=32, n_layer=1, n_head=1, n_embd=8, n_parallel=0)
@@ -451,6 +502,26 @@ def test_a_sweep(track, go, tmp_path):
     told = 'rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=*'
     assert told in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
     assert len(track) == 3
+
+
+def test_what_a_killed_sweep_has_found_is_kept(track, go, tmp_path, monkeypatch):
+    call = arena.call
+
+    def killed(script, *args):
+        if track:
+            raise KeyboardInterrupt
+        call(script, *args)
+    monkeypatch.setattr(arena, 'call', lambda script, *args: script == 'tools.check' or killed(script, *args))
+    go('mine.py', '--sweep=learning_rate=1e-3,3e-2', code=130)
+    assert [*json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())] == ['learning_rate=0.001']
+
+
+@pytest.mark.parametrize('key', [
+    'model', 'data', 'data_dir', 'seed', 'out_dir', 'init_from', 'resume', 'overwrite', 'epochs', 'max_iters',
+    'epoch_words', 'seq_len', 'block_size', 'eval_data', 'eval_tokens'])
+def test_what_is_the_same_for_all_entries_is_not_swept(key):
+    with pytest.raises(UserError, match=f'{key} cannot be swept'):
+        arena.sweep({}, SimpleNamespace(sweep=f'{key}=1'))
 
 
 def test_a_sweep_of_what_has_commas(track, go, tmp_path):
@@ -621,6 +692,33 @@ def test_welch():
     assert leaderboard.welch(a, b) == leaderboard.welch(b, a) == pytest.approx(0.021, abs=5e-4)
     assert leaderboard.welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
     assert leaderboard.welch([1.0, 1.0], [1.0, 1.0]) == 1 and leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+@pytest.mark.parametrize('track, within', [('toy', 0.1), ('baby', 0.05)])
+def test_who_is_in_a_class(track, within):
+    """Near enough to either number, from above or below, after about as many tokens as the track has."""
+    rules = leaderboard.TRACKS[track]
+    size = dict(parameters=rules['parameters'], flops_per_token=rules['flops_per_token'])
+    for key, other in (('parameters', 'flops_per_token'), ('flops_per_token', 'parameters')):
+        for off in (-within, within):
+            near, far = (size | {key: rules[key] * (1 + times * off)} for times in (0.9, 1.1))
+            assert leaderboard.classes(near, track) == ['parameters', 'flops_per_token']
+            assert leaderboard.classes(far, track) == [other]
+    for share, found in ((0.88, 0), (0.92, 2), (1.08, 2), (1.12, 0)):
+        assert len(leaderboard.classes(size | dict(tokens=share * rules['tokens']), track)) == found
+
+
+def test_every_column_has_its_own_score(tmp_path):
+    kept = dict(parameters=28e6, active=20e6, flops_per_token=90e6, tokens=150e6, tokens_per_s=4e5,
+                minutes=7.0, loss=3.2, bits_per_byte=1.25, harness=66.0, babylm2025=65.0)
+    (tmp_path / 'baby').mkdir()
+    (tmp_path / 'baby/mine_1.json').write_text(json.dumps(kept))
+    head, row = leaderboard.table('baby', 'parameters', tmp_path)
+    assert dict(zip(head, row, strict=True)) == {
+        'entry': 'mine', 'seeds': '1', 'parameters, M': '28.00', 'active, M': '20.00',
+        'MFLOPs per token': '90.00', 'tokens/s': '400,000', 'minutes': '7.0', 'val loss': '3.200',
+        'bits per byte': '1.2500', 'BLiMP `harness`': '66.0', 'BLiMP `babylm2025`': '65.0',
+        'against the dense entry': '-'}
 
 
 def test_table(tmp_path, capsys):
