@@ -29,7 +29,7 @@ def shard_and_recompute(model, s, machine):
 
 
 def blocks(model, least=1):
-    """The layers: modules with a matrix, in the model's lists of at least so many."""
+    """The model's layers: modules with a matrix, in ModuleLists of at least `least` modules."""
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
     found = [block for each in lists if len(each) >= least for block in each]
     has_matrix = lambda block: any(p.dim() > 1 for p in block.parameters())
@@ -44,16 +44,19 @@ def recompute(forward):
     lists = (list, UserList)
     copy = lambda args: [list(arg) if isinstance(arg, lists) else arg for arg in args]
 
-    def once(*args):
-        args = copy(args)                                # forward may extend a list: a cache
-        return forward(*args), args
+    def run(*args, **kwargs):
+        given = [*args, *kwargs.values()]
 
-    def run(*args):
-        given = copy(args)                               # as the second run must find them
-        result, extended = checkpoint(once, *given, use_reentrant=False)
-        for arg, new in zip(args, extended):
-            if isinstance(arg, lists):
-                arg[:] = new
+        def once(*values):
+            values = copy(values)                        # forward may extend a list: a cache
+            by_name = dict(zip(kwargs, values[len(args):]))
+            return forward(*values[:len(args)], **by_name), values
+
+        # a copy of the lists: as the second run must find them
+        result, extended = checkpoint(once, *copy(given), use_reentrant=False)
+        for value, new in zip(given, extended):
+            if isinstance(value, lists):
+                value[:] = new
         return result
     return run
 
@@ -63,7 +66,7 @@ def slice_loss(model, machine):
     if getattr(model.config, 'byte_limit', 0):           # a vocabulary of bytes is small
         return
     whole = model.forward
-    head = model.head if hasattr(model, 'head') else model.wte   # a tied one
+    head = getattr(model, 'head', getattr(model, 'wte', None))   # wte: a tied one
 
     def nats_of(x, weight, targets):
         return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1, reduction='none')
@@ -79,10 +82,10 @@ def slice_loss(model, machine):
             return None, nats.view_as(targets), aux
         return None, nats.sum() / (targets >= 0).sum(), aux
 
-    if is_same_loss(model, whole, forward, head, machine):
+    if hasattr(head, 'weight') and is_same_loss(model, whole, forward, head, machine):
         model.forward = forward
     else:                                                # its blocks are recomputed all the same
-        machine.say('note      the loss of this model is computed whole: it has more than a head')
+        machine.say('note      the loss of this model is computed whole: it is not that of a plain head')
 
 
 @torch.no_grad()

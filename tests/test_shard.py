@@ -144,6 +144,16 @@ def test_recomputing_reads_the_memory_as_it_was():
         assert torch.equal(a.grad, b.grad)
 
 
+def test_recomputing_takes_keywords():
+    def forward(x, *, cache):
+        cache.append((x, x))
+        return x * len(cache)
+    x = torch.ones((), requires_grad=True)
+    cache = [(x, x)]
+    recompute(forward)(x, cache=cache).backward()
+    assert x.grad == len(cache) == 2
+
+
 def test_logits_are_never_whole(monkeypatch):
     """No tensor of (tokens, vocabulary) is made, forward or backward."""
     monkeypatch.setattr('plumbing.shard.SLICE', 8)
@@ -199,6 +209,17 @@ def test_a_loss_of_its_own_is_not_sliced(name, change, more):
     slice_loss(model, machine)
     assert model.forward == plain and 'is computed whole' in said[-1]
     assert torch.equal(torch.get_rng_state(), random) and model.training
+
+
+def test_a_model_may_name_its_head_as_it_likes():
+    """Its loss is then computed whole."""
+    model = small('papaformer')
+    model.unembed, model.embed = model.head, model.wte
+    del model.head, model.wte
+    plain = model.forward
+    said = []
+    slice_loss(model, SimpleNamespace(say=said.append))
+    assert model.forward == plain and 'is computed whole' in said[0]
 
 
 def train_sharded(data_dir, folder):
