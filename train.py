@@ -29,7 +29,7 @@ from tqdm import tqdm
 import prepare
 from plumbing.checkpoint import build_model, check_start, freeze, is_finite, start_model
 from plumbing.cli import UserError, run_main, short
-from plumbing.compiled import announce, compile_model
+from plumbing.compiled import compile_model
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
@@ -208,8 +208,8 @@ def main():
     trained = replicate(compile_model(model, whole) if compiles else model, s, machine)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
-    if compiles:
-        step = announce(step, machine, s.model)
+    if compiles and machine.cuda:
+        machine.say('compile   the first step takes up to half a minute')
 
     caught = catch_signals()
 

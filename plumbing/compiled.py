@@ -1,12 +1,8 @@
-"""torch.compile, layer by layer. Layers of a kind are compiled once: a model starts in seconds."""
+"""torch.compile, one layer class at a time, so that equal layers are compiled only once."""
 
-import contextlib
 import copy
-import itertools
-import time
 import types
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -36,41 +32,17 @@ def compile_model(model, whole=False):
     kept = [value for part in model.modules() for value in vars(part).values()]
     tensors = (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, kept))
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    is_layer = lambda block: type(block).__name__.endswith(('Block', 'Layer'))
+    layers = [] if whole else filter(is_layer, blocks(twin))
     forwards = {}
-    for layer in blocks(twin):
+    for layer in layers:
         kind = type(layer)
-        if whole or not kind.__name__.endswith(('Block', 'Layer')):
-            continue
         if kind not in forwards:
-            forwards[kind] = apart(compiled(kind.forward))
+            forwards[kind] = untraced(compiled(kind.forward))
         layer.forward = types.MethodType(forwards[kind], layer)
     return compiled(twin.train())
 
 
-def apart(compiled):
-    """Its callers do not trace into it. Without the lambda, disable would turn its compiling off, too."""
-    return torch.compiler.disable(lambda *args: compiled(*args))
-
-
-def announce(step, machine, name):
-    """-> step, which at its first call says that it compiles, and how long it did last time."""
-    from torch._inductor.codecache import cache_dir      # two seconds
-    file = Path(cache_dir(), f'nanopaths_{name}_{machine.device.type}.txt')   # beside torch's own
-    calls = itertools.count()
-
-    def run(*inputs):
-        if next(calls) > 0:
-            return step(*inputs)
-        last = f': {file.read_text()} s last time' if file.exists() else ' (next time it is faster)'
-        machine.say(f'compile   the first step waits for it{last}')
-        start = time.perf_counter()
-        result = step(*inputs)
-        if machine.cuda:
-            torch.cuda.synchronize()
-        took = f'{time.perf_counter() - start:.0f}'
-        machine.say(f'compiled  in {took} s')
-        if machine.rank == 0:
-            with contextlib.suppress(OSError):           # a cache that cannot be written
-                file.write_text(took)
-        return result
-    return run
+def untraced(compiled):
+    """Keep callers from tracing into it. (disable(compiled) would also turn off its compilation.)"""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
