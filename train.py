@@ -3,7 +3,7 @@ Train any model of this repository: one plain loop.
 
     python train.py config/moep.py                      # the toy corpus, minutes on a laptop
     python train.py config/moep.py --n_block=8 --out_dir=out/p8  # any setting of training or model
-    python train.py config/moep.py --resume             # go on after a kill (bit for bit on a CPU)
+    python train.py config/moep.py --resume             # resume after a kill (bit for bit on a CPU)
     python train.py config/moep.py --max_iters=0        # print sizes and plan, train nothing
     torchrun --nproc_per_node=2 train.py config/moep.py          # several processes (large models: --shard)
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import prepare
 from plumbing.checkpoint import build_model, check_start, freeze, is_finite, start_model
-from plumbing.cli import UserError, run_main, short
+from plumbing.cli import UserError, catch_signals, run_main, short
 from plumbing.compiled import compile_model
 from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
@@ -42,9 +42,10 @@ from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 # ---- One step -----------------------------------------------------------------------------------
 
 def train_step(model, optimizer, data, starts, memory, s, machine):
-    """One update from the windows of text at `starts`, which lists those of all processes -> mean loss
-    and auxiliary values of this process, gradient norm of all. Micro-batches are dealt out in turn: W
-    processes with A each see what one with W * A sees. `memory`: each one's past keys and values."""
+    """One optimiser step. `starts` holds the windows of all processes; micro-batches are dealt out in
+    turn, so W processes with A micro-batches each see the same data as one process with W * A. `memory`
+    holds past keys and values per micro-batch. Returns this process's mean loss and auxiliary values,
+    and the global gradient norm."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -87,7 +88,7 @@ def make_optimizer(model, s, machine):
 
 
 def set_rate(optimizer, lr):
-    """On a GPU the rate is a tensor: a CUDA graph reads it anew at every replay."""
+    """On a GPU the rate is a tensor: a CUDA graph reads it again at every replay."""
     for group in optimizer.param_groups:
         if torch.is_tensor(group['lr']):
             group['lr'].fill_(lr)
@@ -126,25 +127,11 @@ def evaluate(model, corpus, data, it, machine):
     return dict(words=round(data.words), val=scores, routes=route_shares(model, x, machine))
 
 
-def catch_signals():
-    """-> a list that fills with signals. The first SIGINT or SIGTERM asks the loop to save and stop;
-    the second ends the process at once."""
-    caught = []
-
-    def catch(number, _):
-        caught.append(number)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, catch)
-    return caught
-
-
 def main():
     s, module, model_keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
     folder = RunFolder(s, machine)
-    ckpt = folder.find(model_keys)                       # what --resume goes on from, or None
+    ckpt = folder.find(model_keys)                       # what --resume continues, or None
 
     # data
     ranges, scored = named_sets(s)
@@ -172,9 +159,9 @@ def main():
     else:
         model, report = start_model(s, module, model_keys, corpus)
     model.to(machine.device)
-    slots = getattr(model.config, 'byte_limit', 0) + 1
+    slots = getattr(model.config, 'byte_limit', 0) + 1   # per chunk; 1: the model reads plain tokens
     data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
-    resumed = bool(ckpt)                # saved after its step's evaluation: do not repeat that
+    resumed = bool(ckpt)
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
@@ -235,23 +222,24 @@ def main():
     hidden = None if machine.rank == 0 else True         # None: hidden unless there is a terminal
     bar = tqdm(total=max_iters, initial=it, smoothing=0, unit='step', disable=hidden)
     tokens, clock = 0, time.perf_counter()
+    skip_eval = resumed                 # ckpt.pt was saved after this step's evaluation
     while True:
         # evaluate and save, if due
-        if not resumed and (due(s.eval_interval) or due(s.save_interval)):
+        if not skip_eval and (due(s.eval_interval) or due(s.save_interval)):
             if due(s.eval_interval):
                 check_health()
                 folder.log(it, **evaluate(model, corpus, data, it, machine))
             if due(s.save_interval) and (it or s.surgery):
                 save()
             tokens, clock = 0, time.perf_counter()
-        resumed = False
+        skip_eval = False
         if it >= max_iters:
             break
         if asked_to_stop():
             save()
             bar.close()
             how = '--resume --overwrite=False' if s.overwrite else '--resume'
-            machine.say(f'stopped at step {it:,}; go on with the same command and {how}')
+            machine.say(f'stopped at step {it:,}; to continue, run the same command with {how}')
             machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 

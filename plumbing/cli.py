@@ -1,5 +1,5 @@
 """
-Command lines: one-line errors, parsers, results as JSON, small prints.
+Command lines: one-line errors, signals, parsers, results as JSON, small prints.
 
 A mistake that a user can make ends in one line that says what is wrong and what to do, with exit
 code 2: never in a traceback, nor in half a result.
@@ -98,9 +98,25 @@ def run_main(main):
              f'is one), or take a smaller model ({first[:80]})')
 
 
+def catch_signals():
+    """-> a list that fills with signals. The first asks train.py's loop to save and stop. A second SIGINT
+    or SIGTERM ends the process at once. A second SIGHUP does not: a terminal that closes may send two."""
+    caught = []
+
+    def catch(number, _):
+        caught.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not nohup's
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, catch)
+    return caught
+
+
 def fail(text):
-    """One line on stderr, and exit code 2. What it repeats of the input may be long: then its middle
-    is left out."""
+    """One line on stderr, and exit code 2. Long lines, such as echoed input, lose their middle."""
     line = ''.join(c if c.isprintable() else ' ' for c in f'{Path(sys.argv[0]).name}: {text}')
     if len(line) > 300:
         line = f'{line[:150]} ... {line[-140:]}'

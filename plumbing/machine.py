@@ -2,6 +2,7 @@
 The machine a script runs on: device, precision, the processes that torchrun started, CUDA graphs.
 """
 
+import errno
 import math
 import os
 from datetime import timedelta
@@ -39,8 +40,13 @@ class Machine:
 
     def say(self, text):
         """Print on the first process, above the progress bar."""
-        if self.rank == 0:
+        if self.rank > 0:
+            return
+        try:
             tqdm.write(text)
+        except OSError as e:
+            if e.errno != errno.EIO:                     # the terminal was closed: train.py still saves
+                raise
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

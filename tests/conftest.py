@@ -27,7 +27,8 @@ def run_here(module, argv, cwd):
     """A script in this process, from sys.argv to its exit code: much can be tried without starting Python."""
     from plumbing.cli import run_main
     out, err = (io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True) for _ in range(2))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [getattr(signal, name) for name in ('SIGINT', 'SIGTERM', 'SIGHUP') if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
     with mock.patch.object(sys, 'argv', argv), contextlib.chdir(cwd), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -219,6 +220,17 @@ def start_early(request):
     for name in BESIDE:
         if any(name in item.fixturenames for item in request.session.items):
             request.getfixturevalue(name)
+
+
+@pytest.fixture
+def terminal():
+    """The handlers of signals as in a terminal, also if the tests run with nohup; afterwards as they were."""
+    numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', None) or pytest.skip('Windows')]
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

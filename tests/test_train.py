@@ -433,7 +433,8 @@ def test_signals_save_first(tiny_fork, tmp_path, number):
     assert losses(out) == losses(tmp_path / 'calm')      # segment memory and place in the streams came along
 
 
-def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch, terminal, number):
     """The same without processes: the step is finished, saved, and the run goes on as if nothing had been."""
     args = ['--max_iters=6', '--stream', '--seq_len=16', '--memory=16']
     tiny(*args, out='calm', keys=ENDLESS)
@@ -443,12 +444,12 @@ def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch):
     def interrupted(*given):
         calls.append(given)
         if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return step(*given)
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', interrupted)
-        told = tiny('--overwrite', *args, keys=ENDLESS, code=128 + signal.SIGTERM).stdout
-    assert 'stopped at step 3; go on with the same command and --resume --overwrite=False' in told
+        told = tiny('--overwrite', *args, keys=ENDLESS, code=128 + number).stdout
+    assert 'stopped at step 3; to continue, run the same command with --resume --overwrite=False' in told
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
     tiny('--overwrite', *args, '--resume', '--overwrite=False', keys=ENDLESS)
     assert losses(tmp_path / 'run') == losses(tmp_path / 'calm')

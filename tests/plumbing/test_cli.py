@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from plumbing.cli import Parser, UserError, check_writable, read_lines, run_main, short, write_json
+from plumbing.cli import (
+    Parser, UserError, catch_signals, check_writable, read_lines, run_main, short, write_json)
 
 
 @pytest.mark.parametrize('error, code, line', [
@@ -40,6 +41,21 @@ def test_how_scripts_are_stopped(name, code):
             run_main(lambda: signal.raise_signal(number))
     finally:
         signal.signal(number, before)
+
+
+def test_a_closed_terminal_sends_two_signals(terminal):
+    """The shell sends one and the kernel another: only a second Ctrl-C may end what saves."""
+    caught = catch_signals()
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
+    assert caught == [signal.SIGHUP] * 2 and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+def test_nohup(terminal):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    caught = catch_signals()
+    signal.raise_signal(signal.SIGHUP)
+    assert caught == []
 
 
 def test_a_bug_keeps_its_traceback():

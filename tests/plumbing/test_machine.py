@@ -1,10 +1,12 @@
 """Precision, and Replay's bookkeeping with a recorder in place of CUDA's (test_gpu.py has the real one)."""
 
 import contextlib
+import errno
 import types
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from plumbing.cli import UserError
 from plumbing.machine import Machine, Replay
@@ -31,6 +33,16 @@ def test_only_the_first_process_speaks(capsys):
     for rank in (0, 1):
         Machine.say(types.SimpleNamespace(rank=rank), f'from {rank}')
     assert capsys.readouterr().out == 'from 0\n'
+
+
+@pytest.mark.parametrize('number, passes', [(errno.EIO, True), (errno.EPIPE, False)])
+def test_what_cannot_be_printed(monkeypatch, number, passes):
+    """A terminal that was closed stops nobody from saving; a reader that went away ends the script."""
+    def write(text):
+        raise OSError(number, 'closed')
+    monkeypatch.setattr(tqdm, 'write', write)
+    with contextlib.nullcontext() if passes else pytest.raises(BrokenPipeError):
+        Machine.say(types.SimpleNamespace(rank=0), 'text')
 
 
 def test_all_processes_fail_and_the_first_says_why():
