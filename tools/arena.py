@@ -10,9 +10,10 @@ An entry is a config: config/arena/NAME.py for the track baby, config/arena/toy/
 it is a folder of that name: its configs are stages, run in the order of their names, and their costs
 are added up. On toy, a new entry first has to pass tools.check. train.py trains each entry with each
 seed, eval_blimp.py scores it, and a small file TRACK/NAME_SEED.json in --results keeps what came out.
-What has its file is not run again. After a kill, the same command goes on from the last checkpoint.
+What has its file is not run again. After a kill, the same command continues from the last checkpoint.
 """
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import prepare
 from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
 from plumbing.models import ROOT
 from plumbing.settings import read_config, read_settings
-from tools.entries import began_as, check_kept, find_entries, identify, read_kept, read_run
+from tools.entries import check_kept, find_entries, identify, read_kept, read_run, saved_entry
 from tools.leaderboard import MODES, SEEDS, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
@@ -41,14 +42,14 @@ def call(script, *args):
     except BaseException:
         process.terminate()
         process.wait()
-        print('the arena is stopped; the same command, as it was, goes on', flush=True)
+        print('stopped; run the same command again to continue', flush=True)
         raise
     if code:
         raise UserError(f'{script} ended with exit code {code}')
 
 
 def train(stages, entry, out, seed, data_dir, setting=None):
-    """Train the stages, or go on with them -> the last one's folder, and a result: the entry, and what
+    """Train the stages, or resume them -> the last one's folder, and a result: the entry, and what
     the logs say. A stage that starts from earlier ones finds them beside itself. With a setting: a
     third of the steps."""
     found = []
@@ -91,7 +92,7 @@ def score_pairs(folder, pairs):
 
 
 def need_data(args):
-    """Else every run would miss it."""
+    """Fail now rather than in every run."""
     name = TRACKS[args.track]['data']
     prepare.make_missing_toys([name], args.data_dir)
     if not (args.data_dir / name / 'meta.json').exists():
@@ -114,7 +115,7 @@ def find_fault(name, stages, track):
 
 
 def race(entries, args):
-    """Every entry with the first seed, then with the next -> what failed. The others go on."""
+    """Every entry with the first seed, then with the next -> what failed. The others still run."""
     results, runs = args.results / args.track, args.out / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
     failed, left, new = [], [], []
@@ -124,10 +125,11 @@ def race(entries, args):
         more = []
         for seed in range(1, SEEDS + 1):                 # the tables show all that there are
             file, out = results / f'{name}_{seed}.json', runs / f'{name}_{seed}'
-            made += [read_kept(file), began_as(out)]
+            made += [read_kept(file), saved_entry(out)]
             if seed <= args.seeds and not file.exists():
                 more.append((seed, name, entry, file, out))
-        check_kept(entry, made, more, f'{results}/{name}_?.json {runs}/{name}_?')
+        seeds = f'{name}_{{1..{SEEDS}}}'                 # the shell lists them
+        check_kept(entry, made, more, f'{results}/{seeds}.json {runs}/{seeds}')
         if not any(made):
             new.append(name)
         left += more
@@ -159,15 +161,12 @@ def race(entries, args):
 
 def split_values(text):
     """At the commas outside of brackets: dict(a=1,b=2),dict(a=3,b=4) are two values."""
-    values = ['']
-    depth = 0
-    for letter in text:
-        depth += (letter in '([{') - (letter in ')]}')
-        if letter == ',' and depth == 0:
-            values.append('')
-        else:
-            values[-1] += letter
-    return values
+    source = f'[{text}]'
+    try:
+        values = ast.parse(source, mode='eval').body.elts
+    except (SyntaxError, AttributeError):
+        raise UserError(f'--sweep: {text} is not a list of values, such as 1e-3,3e-3') from None
+    return [ast.get_source_segment(source, value) for value in values]
 
 
 def sweep(entries, args):
@@ -189,7 +188,7 @@ def sweep(entries, args):
         found = read_kept(file)
         entry = identify(stages, key)
         made = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
-        made += [began_as(runs / f'{name}_{setting}') for setting in wanted]
+        made += [saved_entry(runs / f'{name}_{setting}') for setting in wanted]
         left = [setting for setting in wanted if setting not in found]
         check_kept(entry, made, left, f'{file} {runs}/{name}_{key}=*')
         if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):

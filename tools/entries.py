@@ -162,15 +162,15 @@ def read_kept(path):
         raise UserError(f'{path} is broken: delete it') from None
 
 
-def began_as(run):
+def saved_entry(run):
     """What an entry was when this run of it began; {} if it saved nothing that could be resumed."""
     return read_kept(run / 'entry.json') if any(run.rglob('ckpt.pt')) else {}
 
 
 def check_kept(entry, made, left, where):
-    """An entry may have changed since its results and runs were made. What is left to run would then
-    be mixed with them: an error. If nothing is left, a change of code is only told. (Older ones have
-    no checksum.)"""
+    """Compare an entry with the results and unfinished runs it already has. A changed config is an error.
+    Changed code is an error if runs are left, since two versions would share a row; otherwise it is a
+    message. (Older results have no checksum.)"""
     for key, what in dict(configs='config', checksum='code').items():
         if all(each.get(key, entry[key]) == entry[key] for each in made):
             continue

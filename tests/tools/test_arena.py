@@ -151,7 +151,7 @@ arena.run_main(arena.main)"""
         time.sleep(0.02)
     process.terminate()
     last = process.communicate()[0].splitlines()[-1]
-    assert process.returncode == 143 and last == 'the arena is stopped; the same command, as it was, goes on'
+    assert process.returncode == 143 and last == 'stopped; run the same command again to continue'
     assert (log.parent / 'ckpt.pt').exists() and not any(tmp_path.glob('r/toy/*'))
     go('toy/long.py', '--seeds=1')
     lines = [json.loads(line) for line in open(log)]
@@ -161,7 +161,7 @@ arena.run_main(arena.main)"""
 
 
 CHANGED = 'has changed since this entry ran'
-DELETE = 'delete the old results: rm -rf r/toy/mine_?.json out/arena/toy/mine_?'
+DELETE = 'delete the old results: rm -rf r/toy/mine_{1..100}.json out/arena/toy/mine_{1..100}'
 
 
 def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
@@ -176,6 +176,16 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     (tmp_path / 'r/toy/mine_1.json').unlink()
     assert refused in go('mine.py', '--seeds=1', code=2).stderr
     assert track == scripts(('mine', 'mine_1'))
+
+
+@pytest.mark.skipif(not shutil.which('bash'), reason='there is no bash here')
+def test_the_command_deletes_all_seeds_of_this_entry(tmp_path):
+    others = [tmp_path / f'r/toy/{name}' for name in ('mine_2x_1.json', 'mine_flops_1.json')]
+    for path in (*others, tmp_path / 'r/toy/mine_7.json', tmp_path / 'out/arena/toy/mine_12/ckpt.pt'):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    subprocess.run(['bash', '-c', DELETE.partition(': ')[2]], cwd=tmp_path, check=True)
+    assert sorted(tmp_path.glob('r/toy/*')) == others and not any(tmp_path.glob('out/arena/toy/*'))
 
 
 @pytest.mark.parametrize('imports', ['from arena.parts import x', 'from arena import parts',
@@ -277,10 +287,10 @@ def test_older_results_have_no_checksum(capsys):
 
 def test_a_stage_that_was_saved_is_a_run_that_began(tmp_path):
     (tmp_path / 'entry.json').write_text('{"configs": []}')
-    assert entries.began_as(tmp_path) == {}              # nothing to resume
+    assert entries.saved_entry(tmp_path) == {}              # nothing to resume
     (tmp_path / '1_path').mkdir()
     (tmp_path / '1_path/ckpt.pt').touch()
-    assert entries.began_as(tmp_path) == dict(configs=[])
+    assert entries.saved_entry(tmp_path) == dict(configs=[])
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
@@ -525,8 +535,11 @@ def test_what_is_the_same_for_all_entries_is_not_swept(key):
 
 
 def test_a_sweep_of_what_has_commas(track, go, tmp_path):
-    """They part values only outside of brackets."""
-    assert arena.split_values('[(1,2),{3}],a,') == ['[(1,2),{3}]', 'a', '']
+    """They part values only outside of brackets and quotes."""
+    assert arena.split_values("[(1,2),{3}], 3e-4,cosine,'a,b'") == ['[(1,2),{3}]', '3e-4', 'cosine', "'a,b'"]
+    for text in ('[1', '1,,2', '1]+[2', 'a b'):
+        with pytest.raises(UserError, match='--sweep: .* is not a list of values'):
+            arena.split_values(text)
     go('mine.py', '--sweep=checkpoint_words=[1e5,2e5],[3e5]')
     kept = json.loads((tmp_path / 'r/toy/sweeps/mine.json').read_text())
     assert [*kept] == ['checkpoint_words=[100000.0, 200000.0]', 'checkpoint_words=[300000.0]']
