@@ -34,7 +34,7 @@ from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
-from plumbing.plan import check_model, check_vocabulary, describe, only_counted, show_plan, show_sample
+from plumbing.plan import check_model, check_vocabulary, describe, print_size_only, show_plan, show_sample
 from plumbing.settings import read_settings
 from plumbing.shard import replicate, shard_and_recompute, whole_tensor
 
@@ -141,12 +141,12 @@ def main():
     try:
         corpus = Corpus(s, machine)
     except UserError as e:
-        if only_counted(module, model_keys, s, machine, reason=e):
+        if print_size_only(module, model_keys, s, machine, reason=e):
             return machine.close()
         raise
     if not (ckpt or s.init_from):
         check_vocabulary(model_keys, corpus)
-    if only_counted(module, model_keys, s, machine):
+    if print_size_only(module, model_keys, s, machine):
         return machine.close()
 
     # model

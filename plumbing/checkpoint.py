@@ -14,7 +14,7 @@ import torch
 from plumbing.cli import UserError
 from plumbing.models import build, explain, find_surgery, import_model, make_config, model_file, sketch
 from plumbing.plan import check_size
-from plumbing.settings import LARGEST, Settings, fit, sort_keys
+from plumbing.settings import LARGEST, Settings, assign_keys, coerce
 from plumbing.shard import join_rows, merge_trees, shard_files, whole_tensor
 from plumbing.tokenizer import load_tokenizer
 
@@ -47,7 +47,7 @@ def read_checkpoint(path):
         raise UserError(f'{file} is not a whole checkpoint of this project ({reason}); {hint}') from None
     try:
         module = import_model(ckpt['model'])
-        keys, = sort_keys(ckpt['config'], module.Config)
+        keys, = assign_keys(ckpt['config'], module.Config)
         config = asdict(make_config(module, keys))
     except Exception as e:                               # the model file does not fit
         raise UserError(f'{file}: {e}') from None
@@ -57,14 +57,14 @@ def read_checkpoint(path):
 def check_parts(ckpt):
     """The checkpoint, every part but `config` of the right type and in range; raises if not."""
     kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
-    ckpt = {key: fit(ckpt[key], kind) for key, kind in kinds.items()}
+    ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
-    s = Settings(**sort_keys(known, Settings)[0])        # one that was not there yet has its default
+    s = Settings(**assign_keys(known, Settings)[0])      # one that was not there yet has its default
     ckpt['settings'] = asdict(s)
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
-        ckpt['data'] = {key: fit(ckpt['data'][key], kind) for key, kind in PLACE.items()}
+        ckpt['data'] = {key: coerce(ckpt['data'][key], kind) for key, kind in PLACE.items()}
         counts += [ckpt['log_bytes'], ckpt['seconds'], *ckpt['data'].values()]
         counts += [ckpt['rows'] - 1, ckpt['data']['unit'] - 1]           # at least 1
     if not all(0 <= count <= LARGEST for count in counts):
@@ -92,7 +92,7 @@ def add_shards(ckpt, file):
 
 def named_shards(ckpt, file):
     """The files of the parts that a checkpoint names."""
-    it, token, n = fit(ckpt['iter'], int), ckpt['token'], fit(ckpt['shards'], int)
+    it, token, n = coerce(ckpt['iter'], int), ckpt['token'], coerce(ckpt['shards'], int)
     if not 0 <= n <= 2 ** 16 or not re.fullmatch('([0-9a-f]{8})?', token):
         raise ValueError
     return shard_files(file, it, token, n)
@@ -132,7 +132,7 @@ def check_adapter(name, args):
     if name != 'lora.add_lora':
         raise UserError(f'{name} is not an adapter of this project')
     for key, value in args.items():
-        fit(value, ADAPTER[key])
+        coerce(value, ADAPTER[key])
         loops = re.findall(r'[*+?{]', str(value))
         if len(loops) > 3 or re.search(r'\)[*+?{]', str(value)):
             raise UserError(f'the pattern {value!r} is too complicated')

@@ -158,10 +158,6 @@ def new_file(path, mode='w'):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):                   # so that the name, too, survives a power cut
-        folder = os.open(temporary.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def write_json(path, value):

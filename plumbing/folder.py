@@ -80,8 +80,8 @@ class RunFolder:
         ckpt = read_checkpoint(self.path) if is_there else None
         found = ckpt and (ckpt['iter'], ckpt['token'], ckpt.get('seconds'))
         if len({*self.machine.gather(found)}) > 1:
-            self.machine.fail(f'the processes do not find the same checkpoint in {self.path}: it must be '
-                              'on a disk that all machines see')
+            self.machine.fail_all(f'the processes do not find the same checkpoint in {self.path}: '
+                                  'it must be on a file system shared by all machines')
         if ckpt:
             check_resume(ckpt, s, model_keys, self.machine)
         elif s.resume:
@@ -187,11 +187,11 @@ class RunFolder:
             error = str(e)
         errors = [e for e in machine.gather(error) if e]
         if machine.rank == 0:
-            errors += [f'{part} is not here: out_dir must be on a disk that all machines see; '
+            errors += [f'{part} is not here: out_dir must be on a file system shared by all machines; '
                        'what was saved before is whole' for part in parts if not part.is_file()]
         if errors:
             mine.unlink(missing_ok=True)
-            machine.fail(errors[0])
+            machine.fail_all(errors[0])
 
     def give_up(self, it):
         kept = 'no checkpoint was saved yet'

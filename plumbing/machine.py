@@ -76,7 +76,7 @@ class Machine:
             dist.all_gather_object(items, item)
         return items
 
-    def fail(self, text):
+    def fail_all(self, text):
         """All processes end, and the first says why."""
         if self.rank == 0:
             raise UserError(text)
@@ -102,8 +102,8 @@ class Machine:
 
 def find_device(kind):
     if kind == 'auto':
-        kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
-        kind = 'cuda' if torch.cuda.is_available() else kind
+        has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        kind = 'cuda' if has_cuda else 'mps' if has_mps else 'cpu'
     if kind not in ('cuda', 'mps', 'cpu'):
         raise UserError(f"device '{kind}' is unknown; it can be auto, cuda, mps or cpu "
                         '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)')
@@ -158,7 +158,7 @@ class Replay:
             self.pool = graph.pool()
             self.found[shapes] = (graph, held, result)
         except RuntimeError as e:                        # such as a model that reads a number back
-            reason = str(e.__context__ or e).splitlines()[0]
+            reason = str(e.__context__ or e).partition('\n')[0]
             tqdm.write(f'graph     not possible, plain steps instead ({reason})')
             self.found = {}
             self.plain_calls = math.inf

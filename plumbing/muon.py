@@ -53,12 +53,12 @@ class Muon(torch.optim.AdamW):
             momenta = [self.state[p]['exp_avg'] for p in matrices]
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             ahead = torch._foreach_lerp(grads, momenta, MOMENTUM)        # Nesterov's
-            update = rate * size_of(shape) * orthogonal(torch.stack(ahead)).to(ahead[0].dtype)
+            update = rate * update_scale(shape) * orthogonal(torch.stack(ahead)).to(ahead[0].dtype)
             torch._foreach_mul_(matrices, 1 - rate * group['weight_decay'])
             torch._foreach_sub_(matrices, [*update.unbind()])
 
 
-def size_of(shape):
+def update_scale(shape):
     """Jordan's: sqrt(max(1, rows / columns)) of a weight (out, in), so that what a map returns changes
     as much whatever its shape. A stack of experts is (E, in, out)."""
     d_out, d_in = shape if len(shape) == 2 else shape[:-3:-1]

@@ -15,7 +15,7 @@ from plumbing.models import explain, model_file, reads_past_block_size, sketch
 from plumbing.toy import TOYS
 
 
-def only_counted(module, model_keys, s, machine, reason=None):
+def print_size_only(module, model_keys, s, machine, reason=None):
     """--max_iters=0 without data (for this reason), or for a model too large to build: print its
     size and return True."""
     if s.max_iters != 0 or s.init_from:

@@ -94,7 +94,7 @@ def read_settings(argv, usage=''):
     if asked_for_help:
         print_help(usage, values, Settings, module.Config)
         sys.exit(0)
-    given, model_keys = sort_keys(values, Settings, module.Config)
+    given, model_keys = assign_keys(values, Settings, module.Config)
     s = Settings(**given)
     s.out_dir = s.out_dir or f'out/{s.model}'
     check_ranges(s)
@@ -161,9 +161,9 @@ ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 LARGEST = 1e12                                           # number that any setting may have
 
 
-def evaluate(node, depth=0):
+def literal(node, depth=0):
     """The value of an expression of literals, arithmetic and dict(...), and of nothing else."""
-    inner = lambda *nodes: [evaluate(each, depth + 1) for each in nodes]
+    inner = lambda *nodes: [literal(each, depth + 1) for each in nodes]
     if depth > 50:
         raise ValueError('it is nested too deeply')
     match node:
@@ -176,7 +176,7 @@ def evaluate(node, depth=0):
         case ast.Dict(keys, nodes) if None not in keys:
             return dict(zip(inner(*keys), inner(*nodes)))
         case ast.Call(ast.Name('dict'), [], keywords) if all(k.arg for k in keywords):
-            return {k.arg: evaluate(k.value, depth + 1) for k in keywords}
+            return {k.arg: literal(k.value, depth + 1) for k in keywords}
         case ast.UnaryOp(op, a) if type(op) in ARITHMETIC:
             return compute(op, *inner(a))
         case ast.BinOp(a, op, b) if type(op) in ARITHMETIC:
@@ -219,7 +219,7 @@ def read_config(path):
             raise UserError(f'{where}: a config holds plain assignments only (name = value)')
         name = targets[0].id
         try:
-            values[name] = evaluate(node.value)
+            values[name] = literal(node.value)
         except Exception as e:
             raise UserError(f'{where}: the value of {name} cannot be read: {e}') from None
     if not values:
@@ -251,7 +251,7 @@ def read_command(argv):
             continue
         key, equals, text = arg[2:].partition('=')
         try:
-            value = evaluate(ast.parse(text.strip(), mode='eval').body) if equals else True
+            value = literal(ast.parse(text.strip(), mode='eval').body) if equals else True
         except Exception:
             value = text                # not a Python value: a plain string, such as data=toy_math
         key = key.replace('-', '_')
@@ -271,7 +271,7 @@ def default_out_dir(config):
     return Path('out', *inside).as_posix()
 
 
-def fit(value, kind):
+def coerce(value, kind):
     """The value as this type has it: 1e6 is an int, 3 a float, and a folder may be named 2024.
     TypeError if it has none."""
     origin = typing.get_origin(kind) or kind
@@ -280,15 +280,15 @@ def fit(value, kind):
         exact = [k for k in inside if type(value) is (typing.get_origin(k) or k)]
         for option in [*exact, *inside]:
             with contextlib.suppress(TypeError):
-                return fit(value, option)
+                return coerce(value, option)
         raise TypeError
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
         each = [k for k in inside if k is not ...] or [typing.Any]
         each += each[-1:] * (len(value) - len(each))     # tuple[int, float] has a type for each
-        return origin(map(fit, value, each))
+        return origin(map(coerce, value, each))
     if origin is dict and isinstance(value, dict):
         of_key, of_value = inside or (typing.Any, typing.Any)
-        return {fit(k, of_key): fit(v, of_value) for k, v in value.items()}
+        return {coerce(k, of_key): coerce(v, of_value) for k, v in value.items()}
     if origin is typing.Literal and value in inside or kind is typing.Any:
         return value
     if origin is int and isinstance(value, float) and value.is_integer():
@@ -311,7 +311,7 @@ def check_numbers(key, value):
         raise UserError(f'{key} must be a finite number, at most {LARGEST:g}')
 
 
-def sort_keys(values, *owners):
+def assign_keys(values, *owners):
     """For each dataclass the values of its fields, checked. A key that is nobody's is an error."""
     kinds = [typing.get_type_hints(owner) for owner in owners]
     given = [{} for _ in owners]
@@ -321,7 +321,7 @@ def sort_keys(values, *owners):
             raise UserError(f"unknown key '{key}'{key_hint(key, owners)}")
         check_numbers(key, value)
         try:
-            given[mine][key] = fit(value, kinds[mine][key])
+            given[mine][key] = coerce(value, kinds[mine][key])
         except TypeError:
             kind = kinds[mine][key]
             name = kind if typing.get_args(kind) else kind.__name__

@@ -448,7 +448,7 @@ def save_part_by_part(out, it, token, name='ckpt.pt', ranks=(1, 0), errors=()):
     """Each of `ranks` saves; `errors` are what other processes tell."""
     for rank in ranks:
         machine = SimpleNamespace(rank=rank, world=2, gather=lambda item: [item, *errors])
-        machine.fail = lambda text: Machine.fail(machine, text)
+        machine.fail_all = lambda text: Machine.fail_all(machine, text)
         folder = RunFolder(Settings(out_dir=str(out)), machine)
         model = SimpleNamespace(state_dict=lambda: dict(w=Rows(torch.tensor([float(it), rank]))), config=KIND,
                                 named_parameters=lambda: [])
@@ -522,12 +522,12 @@ def test_a_disk_that_not_all_machines_see(tmp_path):
     """The part of the other process is not here, or its checkpoint is another."""
     save_part_by_part(tmp_path, 7, 'aaaaaaaa')
     before = files_in(tmp_path)
-    with pytest.raises(UserError, match='1-of-2.pt is not here: out_dir must be on a disk that all'):
+    with pytest.raises(UserError, match='1-of-2.pt is not here: out_dir must be on a file system shared by all'):
         save_part_by_part(tmp_path, 8, 'bbbbbbbb', ranks=[0])
     assert files_in(tmp_path) == before
     for rank, error in ((0, UserError), (1, SystemExit)):
         machine = SimpleNamespace(rank=rank, world=2, gather=lambda item: [item, (8, 'bbbbbbbb', 1.0)])
-        machine.fail = lambda text: Machine.fail(machine, text)
+        machine.fail_all = lambda text: Machine.fail_all(machine, text)
         folder = RunFolder(Settings(out_dir=str(tmp_path / 'empty'), resume=True), machine)
         with pytest.raises(error, match='do not find the same checkpoint' if rank == 0 else '2'):
             folder.find({})

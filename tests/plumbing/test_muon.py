@@ -12,7 +12,7 @@ import stlm
 import strong
 import train
 from plumbing.machine import Machine, Replay
-from plumbing.muon import QUINTIC, Muon, orthogonal, size_of
+from plumbing.muon import QUINTIC, Muon, orthogonal, update_scale
 from plumbing.settings import Settings
 
 SMALL = dict(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, n_expert=4, top_k=2, dropout=0.0)
@@ -40,8 +40,8 @@ def test_orthogonal_against_svd(shape):
 
 def test_size():
     """sqrt(max(1, out / in)); an nn.Linear holds (out, in), a stack of experts (E, in, out)."""
-    assert size_of((16, 4)) == size_of((3, 4, 16)) == 2
-    assert size_of((4, 16)) == size_of((3, 16, 4)) == size_of((5, 5)) == 1
+    assert update_scale((16, 4)) == update_scale((3, 4, 16)) == 2
+    assert update_scale((4, 16)) == update_scale((3, 16, 4)) == update_scale((5, 5)) == 1
 
 
 def slow_step(p, grad, momentum, rate, decay, is_linear):

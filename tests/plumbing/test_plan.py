@@ -10,7 +10,7 @@ import moep
 from plumbing.cli import UserError
 from plumbing.machine import Machine
 from plumbing.models import sketch
-from plumbing.plan import check_model, check_size, check_vocabulary, describe, only_counted, show_sample
+from plumbing.plan import check_model, check_size, check_vocabulary, describe, print_size_only, show_sample
 from plumbing.settings import Settings
 
 
@@ -123,11 +123,11 @@ def test_what_to_do_next(capsys, data, line):
 def test_a_model_too_large_to_build_is_counted(capsys):
     keys = dict(vocab_size=50304, n_layer=1, n_embd=2048, n_ffd=64, d_ffd=8192)
     s = Settings(model='moduleformer', max_iters=0)
-    assert only_counted(moduleformer, keys, s, Machine('cpu'))
+    assert print_size_only(moduleformer, keys, s, Machine('cpu'))
     told = capsys.readouterr().out
     assert 'parameters' in told and 'a model of this size is counted, not built' in told
     small = dict(vocab_size=100, n_layer=1, n_embd=16, n_ffd=2, d_ffd=16)
-    assert not only_counted(moduleformer, small, s, Machine('cpu'))
-    assert only_counted(moduleformer, small, s, Machine('cpu'), reason='no data here')
+    assert not print_size_only(moduleformer, small, s, Machine('cpu'))
+    assert print_size_only(moduleformer, small, s, Machine('cpu'), reason='no data here')
     assert 'data      a vocabulary of 100 is assumed: no data here' in capsys.readouterr().out
-    assert not only_counted(moduleformer, keys, Settings(model='moduleformer', max_iters=5), Machine('cpu'))
+    assert not print_size_only(moduleformer, keys, Settings(model='moduleformer', max_iters=5), Machine('cpu'))

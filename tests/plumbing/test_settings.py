@@ -9,7 +9,7 @@ from conftest import ROOT
 from moep import MoEPConfig
 from plumbing.cli import UserError
 from plumbing.models import make_config
-from plumbing.settings import Settings, read_command, read_config, read_settings, sort_keys
+from plumbing.settings import Settings, assign_keys, read_command, read_config, read_settings
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py'))
 
@@ -43,10 +43,10 @@ def test_config_files(tmp_path):
                           model='moep', resume=True, data='toy_math')
     assert read_command(['--out_dir=out/mine', str(good)])['out_dir'] == 'out/mine'
     assert read_command(['--batch_size=3', str(good)])['batch_size'] == 16   # what comes later counts
-    given, keys = sort_keys(values, Settings, MoEPConfig)
+    given, keys = assign_keys(values, Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
     assert read_command([str(ROOT / 'config/paper/moep.py')])['out_dir'] == 'out/paper/moep'
-    assert sort_keys(dict(out_dir=2024, data=7), Settings) == [dict(out_dir='2024', data='7')]
+    assert assign_keys(dict(out_dir=2024, data=7), Settings) == [dict(out_dir='2024', data='7')]
     named = read_command(['--out_dir=2024-10-12', '--data=0x10', '--init_from=1_0', '--seed=2_0'])
     assert named == dict(out_dir='2024-10-12', data='0x10', init_from='1_0', seed=20)
 
@@ -78,7 +78,7 @@ def test_what_a_config_may_not_say(tmp_path, text, message):
 def test_arithmetic_has_a_bound(tmp_path, value):
     (tmp_path / 'bad.py').write_text(f'epochs = {value}')
     with pytest.raises(UserError) as told:
-        sort_keys(read_config(str(tmp_path / 'bad.py')), Settings)
+        assign_keys(read_config(str(tmp_path / 'bad.py')), Settings)
     assert len(str(told.value)) < 200
     assert read_command([f'--x={value}'])['x'] in (value, 10 ** 400)     # on the command line, a string
 
@@ -107,13 +107,13 @@ class Config:
     monkeypatch.syspath_prepend(tmp_path)
     owner = importlib.import_module('mine').Config
     given = dict(widths=(1e3, 2), most=3.0, pair=[1, 2], rates=dict(x=1), kind='b', on=True)
-    fitted, = sort_keys(given, owner)
+    fitted, = assign_keys(given, owner)
     assert fitted == dict(widths=[1000, 2], most=3, pair=(1, 2.0), rates=dict(x=1.0), kind='b', on=True)
-    assert type(fitted['widths'][0]) is int and sort_keys(dict(most=None), owner) == [dict(most=None)]
+    assert type(fitted['widths'][0]) is int and assign_keys(dict(most=None), owner) == [dict(most=None)]
     for wrong in (dict(widths=[1.5]), dict(widths=3), dict(most='x'), dict(rates={'x': 'y'}),
                   dict(kind='c'), dict(on=1), dict(most=True)):
         with pytest.raises(UserError, match='is not of type') as error:
-            sort_keys(wrong, owner)
+            assign_keys(wrong, owner)
         assert str(error.value).endswith('; write True or False') == ('on' in wrong)
 
 
@@ -122,9 +122,9 @@ def test_numbers_are_finite(value):
     number = eval(value)
     for key in ('learning_rate', 'epochs', 'seed', 'max_iters', 'data', 'checkpoint_words'):
         with pytest.raises(UserError, match='must be a finite number'):
-            sort_keys({key: number}, Settings)
+            assign_keys({key: number}, Settings)
     with pytest.raises(UserError, match='aux_weights must be a finite number'):
-        sort_keys(dict(aux_weights=dict(a=number)), Settings)
+        assign_keys(dict(aux_weights=dict(a=number)), Settings)
 
 
 @pytest.mark.parametrize('args, hint', [
@@ -156,7 +156,7 @@ def test_a_field_without_a_type_is_told():
         noise = 1.0
     told = "unknown key 'noise'; Bare has it without a type, as in noise: float = 1.0"
     with pytest.raises(UserError, match=told):
-        sort_keys(dict(noise=2.0), dataclasses.dataclass(Bare))
+        assign_keys(dict(noise=2.0), dataclasses.dataclass(Bare))
 
 
 @pytest.mark.parametrize('wrong', [
