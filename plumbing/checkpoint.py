@@ -21,10 +21,10 @@ from plumbing.tokenizer import load_tokenizer
 
 # ---- Reading a checkpoint: nothing in it is believed before it is checked -----------------------
 
-PARTS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
-             tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
-             frozen=list[str], shards=int, token=str)
-TO_GO_ON = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
+FIELDS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
+              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
+              frozen=list[str], shards=int, token=str)
+RESUME_FIELDS = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 ADAPTER = dict(rank=int, alpha=float, dropout=float, only=str | None, also=str | None)
 
@@ -38,13 +38,13 @@ def read_checkpoint(path):
     if not file.is_file():
         raise UserError(f'there is no checkpoint {file}{checkpoint_hint(file.parent)}')
     try:
-        ckpt = check_parts(add_shards(unpickle(file), file))
+        ckpt = check_fields(add_shards(unpickle(file), file))
     except (PermissionError, MemoryError):
         raise
     except Exception as e:
         reason = str(e) if isinstance(e, UserError) else 'truncated, or another format'
-        hint = 'try another one in its folder, or train it again with --overwrite'
-        raise UserError(f'{file} is not a whole checkpoint of this project ({reason}); {hint}') from None
+        hint = 'try another file in its folder, or train again with --overwrite'
+        raise UserError(f'{file} cannot be read as a checkpoint ({reason}); {hint}') from None
     try:
         module = import_model(ckpt['model'])
         keys, = assign_keys(ckpt['config'], module.Config)
@@ -54,9 +54,9 @@ def read_checkpoint(path):
     return {**ckpt, 'config': config, 'folder': str(file.parent)}
 
 
-def check_parts(ckpt):
-    """The checkpoint, every part but `config` of the right type and in range; raises if not."""
-    kinds = PARTS | TO_GO_ON if 'optimizer' in ckpt else PARTS
+def check_fields(ckpt):
+    """The checkpoint, every field but `config` of the right type and in range; raises if not."""
+    kinds = FIELDS | RESUME_FIELDS if 'optimizer' in ckpt else FIELDS
     ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     s = Settings(**assign_keys(known, Settings)[0])      # one that was not there yet has its default
@@ -75,8 +75,8 @@ def check_parts(ckpt):
 
 
 def add_shards(ckpt, file):
-    """With what the processes saved beside it, if they did. Weights are joined. AdamW's moments stay
-    lists of parts, and like segment memory in the files: a run that goes on reads what it needs."""
+    """Add what the processes of a run saved next to ckpt.pt. Weights are joined. AdamW's moments stay
+    memory-mapped lists of parts, so that a resumed process reads only its own rows."""
     files = named_shards(ckpt, file)
     if not files:
         return ckpt
@@ -99,20 +99,21 @@ def named_shards(ckpt, file):
 
 
 def unpickle(file):
-    """Plain values, and tensors of bytes that are really in the file; they stay there until used, but on
-    Windows, which replaces no file that is in use."""
+    """Load plain values and tensors. Tensors are memory-mapped, except on Windows, where an open file
+    cannot be replaced."""
     with zipfile.ZipFile(file) as pack:
-        unpacked = sum(part.file_size for part in pack.infolist())
+        unpacked = sum(member.file_size for member in pack.infolist())
     if unpacked > file.stat().st_size:
         raise UserError('it unpacks to more than its size')
     with warnings.catch_warnings(action='ignore'):       # about other formats
         ckpt = torch.load(file, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-    count_parts(ckpt)
+    check_values(ckpt)
     return ckpt
 
 
-def count_parts(value, left=10 ** 6):
-    """-> how many more parts there may be. Lists that each hold the next one twice would never end."""
+def check_values(value, left=10 ** 6):
+    """Raise if a tensor claims more than its storage, or if there are over a million values: a small
+    pickle can hold lists that unfold forever. Returns how many values are left."""
     if isinstance(value, torch.Tensor):
         plain = value.layout == torch.strided and value.device.type == 'cpu' and not value.is_nested
         if not plain or value.nbytes > value.untyped_storage().nbytes():
@@ -121,14 +122,14 @@ def count_parts(value, left=10 ** 6):
     if isinstance(value, dict):
         inside = [*value, *value.values()]
     for each in inside:
-        left = count_parts(each, left - 1)
+        left = check_values(each, left - 1)
         if left < 0:
-            raise UserError('it has too many parts')
+            raise UserError('it has too many values')
     return left
 
 
 def check_adapter(name, args):
-    """Only lora.py's own, and no pattern that a name could keep busy for ever."""
+    """Only lora.py's own, and no pattern that a name could keep busy forever."""
     if name != 'lora.add_lora':
         raise UserError(f'{name} is not an adapter of this project')
     for key, value in args.items():
@@ -192,7 +193,7 @@ def run_tokenizer(ckpt):
     """The tokenizer that lies beside a checkpoint."""
     tokenizer = load_tokenizer(ckpt['folder'])
     if tokenizer.hash != ckpt['tokenizer']:
-        raise UserError(f"{ckpt['folder']} was trained with another tokenizer than lies beside it")
+        raise UserError(f"the tokenizer in {ckpt['folder']} is not the one the run was trained with")
     return tokenizer
 
 
@@ -225,7 +226,7 @@ def start_model(s, module, model_keys, corpus):
 
 
 def check_start(ckpt, s, corpus, operate=None):
-    """Whether a run can start from this checkpoint, or go on from it."""
+    """Whether a run can start from this checkpoint, or continue it."""
     home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, like lora
     is_own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
     has = f"{ckpt['folder']} holds a model of {model_file(ckpt['model'])}"
@@ -273,7 +274,7 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
 
 
 def freeze(model, ckpt):
-    """What a run's surgery froze stays frozen when the run goes on, or another starts from it."""
+    """What a run's surgery froze stays frozen when the run is resumed, or another starts from it."""
     for name, p in model.named_parameters():
         if name in ckpt['frozen']:
             p.requires_grad_(False)

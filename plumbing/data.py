@@ -262,7 +262,7 @@ class Data:
         return x, y.masked_fill(y == self.pad, -1)
 
     def next_set(self):
-        """With `stream`: the data set that the next step reads, and whether it begins anew."""
+        """With `stream`: the data set that the next step reads, and whether it starts over."""
         self.turn_over()
         first = self.starts[self.position]
         n = int(self.set_of(first))

@@ -2,7 +2,7 @@
 Downloads, where the named data sets come from, and folders that are whole or not there.
 
 A file arrives as name.part and takes its name when it is whole and its checksum right. After a
-broken connection a download goes on where it stopped.
+broken connection a download continues where it stopped.
 """
 
 import contextlib

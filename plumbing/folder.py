@@ -70,12 +70,12 @@ class RunFolder:
         self.began = time.monotonic()                    # or earlier, if the run is resumed
 
     def find(self, model_keys):
-        """The checkpoint that --resume goes on from, or None. No run is overwritten silently."""
+        """The checkpoint that --resume continues, or None. No run is overwritten silently."""
         s = self.s
         writes = s.max_iters != 0 or s.surgery
         if writes and not (s.resume or s.overwrite) and any(self.path.glob('ckpt*.pt')):
-            raise UserError(f'{self.path} holds a run already: add --resume to go on with it, '
-                            '--overwrite to start anew, or choose another --out_dir')
+            raise UserError(f'{self.path} already holds a run: add --resume to continue it, '
+                            '--overwrite to start over, or set another --out_dir')
         is_there = s.resume and (self.path / 'ckpt.pt').exists()
         ckpt = read_checkpoint(self.path) if is_there else None
         found = ckpt and (ckpt['iter'], ckpt['token'], ckpt.get('seconds'))

@@ -61,7 +61,7 @@ class NoWeights(torch.overrides.TorchFunctionMode):
 
 def sketch(module, keys, adapt=lambda model: model, most=20_000):
     """A model without weights, so its size costs no memory. The number of parameter tensors is capped:
-    endless layers would take for ever."""
+    endless layers would take forever."""
     config = make_config(module, keys)
     count = itertools.count(1)
 

@@ -64,7 +64,7 @@ def show_size(model, s, machine):
 
 
 def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
-    """steps: of the whole run; max_iters: where it ends; ckpt: where it goes on from."""
+    """steps: of the whole run; max_iters: where it ends; ckpt: what it continues."""
     show_size(model, s, machine)
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
@@ -88,7 +88,7 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
         return
     if ckpt['rows'] != data.rows:
         machine.say(f"resume    a step reads {data.rows} windows now, {ckpt['rows']} before; "
-                    'the data goes on where it stopped')
+                    'the data continues where it stopped')
     machine.say(f'resume    from step {it:,}' + ('' if left else ': nothing is left to train'))
 
 
@@ -119,8 +119,7 @@ def check_model(model, s, data, machine):
     except Exception as e:
         raise UserError(f'{s.model} with a seq_len of {data.T}: {explain(e)}') from None
     if s.memory and not reads_past_block_size(model):    # cached keys keep their positions
-        raise UserError(f'memory needs a model without positions, such as moduleformer: '
-                        f'{s.model} cannot read on without end')
+        raise UserError('memory needs a model that reads beyond block_size, such as moduleformer')
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):

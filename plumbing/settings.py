@@ -62,23 +62,23 @@ class Settings:
     log_interval: int = 10                 # steps between lines of the log
     eval_interval: int = 500               # steps between evaluations (also at the start and end)
     eval_data: str | list[str] | None = None   # folders whose val.bin is scored; data's if not given
-    eval_tokens: int | None = None         # most val tokens to score per data set; all if not given
+    eval_tokens: int | None = None         # score at most this many val tokens per data set; None: all
     save_interval: int = 500               # steps between checkpoints
     checkpoint_words: list[float] = field(default_factory=list)   # also keep the weights at these word counts
     sample_tokens: int = 120               # length of the text sample at the end
     # how it starts
-    resume: bool = False                   # go on from out_dir's checkpoint (start if none)
-    overwrite: bool = False                # start anew although out_dir holds a run
+    resume: bool = False                   # continue from out_dir's checkpoint (start if there is none)
+    overwrite: bool = False                # delete the run in out_dir and start over
     init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
     surgery: str | None = None             # rebuilds it: a function of the model's file, or FILE.NAME
     surgery_args: dict = field(default_factory=dict)
     surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
-    dtype: str = 'auto'                    # bfloat16 autocast on cuda, float32 elsewhere
+    dtype: str = 'auto'                    # auto | bfloat16 | float32; auto: bfloat16 on cuda, else float32
     compile: bool | None = None            # torch.compile; if not given, on cuda for 200 steps or more
-    graph: bool = True                     # a step as one CUDA graph, where that is possible
-    checkpoint_activations: bool = False   # keep only what enters a block, and no logits: less memory, slower
+    graph: bool = True                     # capture the step as a CUDA graph if possible
+    checkpoint_activations: bool = False   # recompute blocks and logits in backward: less memory, slower
     shard: bool = False                    # several processes each hold a part of the model (FSDP2)
 
 
@@ -129,7 +129,7 @@ def check_ranges(s):
             raise UserError(f'{key} = {value} must be {least} 0')
     files = {short(words) for words in s.checkpoint_words}   # ckpt_1M.pt
     if len(files) < len(s.checkpoint_words):
-        raise UserError('checkpoint_words: two of them are too close to have files of their own')
+        raise UserError('checkpoint_words: two values round to the same file name')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
     choices = dict(optimizer=('adamw', 'muon'), schedule=('cosine', 'linear', 'constant'),
@@ -144,7 +144,7 @@ def check_ranges(s):
     if s.stream and (s.stride or s.epoch_words):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:
-        raise UserError('resume goes on with a run, overwrite starts it anew: set one to False')
+        raise UserError('resume and overwrite exclude each other: set one to False')
     if s.compile and (s.shard or s.checkpoint_activations):
         raise UserError('shard and checkpoint_activations do not go with compile: remove it')
     if s.shard and s.optimizer == 'muon':
@@ -185,7 +185,7 @@ def literal(node, depth=0):
 
 
 def compute(op, *numbers):
-    """With bounds: 9**9**9 would take for ever."""
+    """With bounds: 9**9**9 would take forever."""
     in_range = lambda x: isinstance(x, (int, float)) and abs(x) <= LARGEST
     if not all(map(in_range, numbers)) or isinstance(op, ast.Pow) and abs(numbers[1]) > 64:
         raise ValueError('arithmetic is for numbers, and not for huge ones')

@@ -171,7 +171,7 @@ def whole_tensor(x):
 # ---- Checkpoints in parts ------------------------------------------------------------------------
 # Every process writes a file: {weights: {name: rows}, optimizer: {state: {index: {moment: rows}}},
 # rank: its own random state and segment memory}. ckpt.pt holds the rest, and names the parts by their
-# number and a token, drawn anew for every save. All is read with weights_only.
+# number and a token, a new one for every save. All is read with weights_only.
 
 
 def split_tree(tree, sharded):

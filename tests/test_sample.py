@@ -128,4 +128,4 @@ def test_mistakes(run, trained, tmp_path):
     for wrong in (['--top_k', -1], ['--temperature', -1], ['--device', 'tpu']):
         assert run('sample.py', trained, *wrong, code=2).stderr.count('\n') == 1
     (tmp_path / 'ckpt.pt').write_bytes(b'broken')
-    assert 'not a whole checkpoint' in run('sample.py', tmp_path, code=2).stderr
+    assert 'cannot be read as a checkpoint' in run('sample.py', tmp_path, code=2).stderr

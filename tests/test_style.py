@@ -69,12 +69,12 @@ def test_what_is_at_the_top_is_known():
 
 def test_the_top_together():
     total = sum(size(ROOT / f'{name}.py') for name in [*MODELS, *SCRIPTS])
-    assert total <= 4942, f'the files at the top have {total} lines'
+    assert total <= 4930, f'the files at the top have {total} lines'
 
 
 def test_plumbing_together():
     total = sum(map(size, PLUMBING))
-    assert total <= 3139, f'plumbing has {total} lines'
+    assert total <= 3132, f'plumbing has {total} lines'
 
 
 def test_a_tool_is_short():

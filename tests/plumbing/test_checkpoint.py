@@ -95,7 +95,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / 'was_here'),)
     torch.save(state(words=Evil()), tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='not a whole checkpoint'):
+    with pytest.raises(UserError, match='cannot be read as a checkpoint'):
         read_checkpoint(tmp_path)
     assert os.listdir(tmp_path) == ['ckpt.pt']
     setup = f'import os; os.mkdir({str(tmp_path / "was_here")!r})'
@@ -106,14 +106,14 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     assert os.listdir(tmp_path) == ['ckpt.pt']
 
 
-def test_a_checkpoint_with_a_part_missing(tmp_path):
+def test_a_checkpoint_with_a_field_missing(tmp_path):
     whole = state()
     whole.pop('words')
     torch.save(whole, tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='not a whole checkpoint'):
+    with pytest.raises(UserError, match='cannot be read as a checkpoint'):
         read_checkpoint(tmp_path)
     torch.save([1, 2], tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='not a whole checkpoint'):
+    with pytest.raises(UserError, match='cannot be read as a checkpoint'):
         read_checkpoint(tmp_path)
 
 
@@ -141,7 +141,7 @@ def shared(depth):
     dict(adapted=3), dict(adapted=['lora.add_lora'])])
 def test_parts_that_cannot_be(tmp_path, changes):
     torch.save(state(**changes), tmp_path / 'ckpt.pt')
-    told = 'ckpt.pt is not a whole checkpoint of this project|ckpt.pt: n_layer must be a finite number'
+    told = 'ckpt.pt cannot be read as a checkpoint|ckpt.pt: n_layer must be a finite number'
     with pytest.raises(UserError, match=told):
         read_checkpoint(tmp_path)
 
@@ -217,7 +217,7 @@ def test_the_tokenizer_beside_a_checkpoint(data_dir):
     used = str(data_dir / 'toy_stories')
     tokenizer = checkpoint.load_tokenizer(used)
     assert run_tokenizer(dict(folder=used, tokenizer=tokenizer.hash)).hash == tokenizer.hash
-    with pytest.raises(UserError, match='was trained with another tokenizer than lies beside it'):
+    with pytest.raises(UserError, match='the tokenizer in .* is not the one the run was trained with'):
         run_tokenizer(dict(folder=used, tokenizer='another'))
 
 

@@ -80,7 +80,7 @@ def test_no_run_is_overwritten_silently(tmp_path, machine, said):
         return RunFolder(Settings(out_dir=str(tmp_path), **settings), machine).find({})
     assert find() is None
     save_file(state(), tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='holds a run already: add --resume .* --overwrite'):
+    with pytest.raises(UserError, match='already holds a run: add --resume .* --overwrite'):
         find()
     assert find(overwrite=True) is None and find(max_iters=0) is None and said == []
     assert find(resume=True)['iter'] == 3

@@ -130,4 +130,5 @@ def test_a_model_too_large_to_build_is_counted(capsys):
     assert not print_size_only(moduleformer, small, s, Machine('cpu'))
     assert print_size_only(moduleformer, small, s, Machine('cpu'), reason='no data here')
     assert 'data      a vocabulary of 100 is assumed: no data here' in capsys.readouterr().out
-    assert not print_size_only(moduleformer, keys, Settings(model='moduleformer', max_iters=5), Machine('cpu'))
+    s.max_iters = 5
+    assert not print_size_only(moduleformer, keys, s, Machine('cpu'))

@@ -260,7 +260,7 @@ def test_a_run_that_is_broken_or_has_lost_its_data(run, data_dir, trained, tmp_p
     assert 'of this text alone' in done.stdout
     assert page['studied'] == 0 and page['layers'][0]['heat'][0][1] == 3
     (folder / 'ckpt.pt').write_bytes(b'broken')
-    assert 'not a whole checkpoint' in run('tools.explore', folder, code=2).stderr
+    assert 'cannot be read as a checkpoint' in run('tools.explore', folder, code=2).stderr
 
 
 # ---- In a browser -------------------------------------------------------------------------------
