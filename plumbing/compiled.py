@@ -11,7 +11,7 @@ from plumbing.shard import blocks
 # These cost more than they save here. The fused gradients of norms were four times as slow, the
 # one-pass softmax twice. Autotuning compiles and times variants of small kernels, to no effect.
 OFF = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise'}
-# A router turns autocast off. Torch keeps what it compiled from such a graph only if told that it may.
+# A router turns autocast off. Torch caches what it compiles of such a graph only if told to.
 CACHED = {f'torch.amp.autocast_mode.{name}': '1' for name in ('_enter_autocast', '_exit_autocast')}
 
 

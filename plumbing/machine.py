@@ -45,7 +45,7 @@ class Machine:
         try:
             tqdm.write(text)
         except OSError as e:
-            if e.errno != errno.EIO:                     # the terminal was closed: train.py still saves
+            if e.errno != errno.EIO:                     # closed terminal: train.py still saves
                 raise
 
     def autocast(self):

@@ -2,9 +2,9 @@
 Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
 
 A matrix moves by its momentum with all singular values set to about 1, so that every direction is
-learned at the same pace. Unlike torch.optim.Muon, this one updates all matrices of the same shape, and
-all experts of a stack, as one batch, and accepts a tensor as learning rate, so that a CUDA graph can
-replay the step. Embeddings, heads, routers and vectors stay with AdamW.
+learned at the same pace. Unlike torch.optim.Muon, this one updates all matrices of the same shape,
+and all experts of a stack, as one batch, and accepts a tensor as learning rate, so that a CUDA graph
+can replay the step. Embeddings, heads, routers and vectors stay with AdamW.
 """
 
 import math
@@ -59,15 +59,15 @@ class Muon(torch.optim.AdamW):
 
 
 def update_scale(shape):
-    """Jordan's: sqrt(max(1, rows / columns)) of a weight (out, in), so that an update changes a map's
-    output equally, whatever its shape. A stack of experts is (E, in, out)."""
+    """Jordan's: sqrt(max(1, rows / columns)) of a weight (out, in), so that an update changes a
+    map's output equally, whatever its shape. A stack of experts is (E, in, out)."""
     d_out, d_in = shape if len(shape) == 2 else shape[:-3:-1]
     return math.sqrt(max(1, d_out / d_in))
 
 
 def orthogonal(x, steps=5):
-    """Roughly U V^T of each matrix x = U S V^T: Newton-Schulz brings the singular values to about 0.7 to
-    1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU, where that is fast."""
+    """Roughly U V^T of each matrix x = U S V^T: Newton-Schulz brings the singular values to about
+    0.7 to 1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU, where that is fast."""
     a, b, c = QUINTIC
     is_tall = x.size(-2) > x.size(-1)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0

@@ -67,7 +67,7 @@ class Settings:
     checkpoint_words: list[float] = field(default_factory=list)   # also keep the weights at these word counts
     sample_tokens: int = 120               # length of the text sample at the end
     # how it starts
-    resume: bool = False                   # continue from out_dir's checkpoint (start if there is none)
+    resume: bool = False                   # continue from out_dir's checkpoint (start if none)
     overwrite: bool = False                # delete the run in out_dir and start over
     init_from: str | list[str] | None = None   # start from this run; a list for a surgery of several
     surgery: str | None = None             # rebuilds it: a function of the model's file, or FILE.NAME

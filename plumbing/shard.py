@@ -85,7 +85,8 @@ def slice_loss(model, machine):
     if hasattr(head, 'weight') and is_same_loss(model, whole, forward, head, machine):
         model.forward = forward
     else:                                                # its blocks are recomputed all the same
-        machine.say('note      the loss of this model is computed whole: it is not that of a plain head')
+        machine.say('note      the loss of this model is computed whole: '
+                    'it is not the plain cross-entropy of model.head or model.wte')
 
 
 @torch.no_grad()
