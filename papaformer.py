@@ -7,10 +7,10 @@ wider model, whose width is the sum of theirs, and that model is trained on text
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> grow -> Layer Block
 
-Every block of a parallel layer works on every token: unlike a sparse mixture, this saves nothing.
-What varies is the Connection, which joins the blocks' outputs. `share` concatenates them and maps
-them to the width of a path, after the last layer to 256. With `gumbel1` and `gumbel2` a router
-chooses for each token: one path's output, or a linear mix of all; it reads the mix (gumbel1) or the
+Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no computation.
+The variants differ in the Connection, which joins the blocks' outputs. `share` concatenates them and
+maps them to the width of a path (after the last layer, to 256). `gumbel1` and `gumbel2` have a router:
+for each token it picks one path's output or a linear mix of all. It reads that mix (gumbel1) or the
 concatenation (gumbel2). With `n_parallel=0` this is a plain LLaMA: the paper's baselines and paths.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
@@ -23,13 +23,13 @@ Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller 
   follows the text, `printed` the printed signs, `released` the authors' code: Eq. 8 as intended,
   Eq. 9 as printed, both from the sampled one-hot weights. All count the mix as one of k+1 choices.
   Train with `loss + 0.01 * (aux['entropy'] + aux['load'])`; with `share`, `aux` is empty.
-- In eval mode our routers take the best choice, so that results repeat; the release still samples.
+- In eval mode our routers take the best choice, so results can be repeated; the release samples.
 - Table 2's FFN sizes contradict its parameter counts. An FFN of 8/3 of the width, rounded up to
   32s, and an output projection in attention fit the counts within 2%. The release has 4 times
   the width and no projection.
 - Section 3.4.1 has 3 Layer Blocks and 2 parallel layers; Table 2, the release and we have 2 and 3.
 - `share` also joins paths of different widths (the paper's future work): each then has its own map.
-- The paper gives no initialisation, the release has 0.02. Our Connections keep the stream's scale.
+- The paper gives no initialisation; the release uses 0.02. Our Connections preserve the scale.
 
 Dimension letters: B batch, T sequence, D width (d_L: Layer Block, d': path), H heads, k paths.
 """
@@ -91,11 +91,11 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection turns the k outputs of a layer into the inputs of the next -> inputs, losses.
+# A Connection maps the k outputs of one layer to the inputs of the next -> inputs, losses.
 
 class Share(nn.Module):
-    """Share-Linear (Fig. 3): a linear map of the concatenated outputs, which all next blocks read.
-    If next blocks differ in width, each has its own map. `widths` has one entry per next block."""
+    """Share-Linear (Fig. 3): one linear map of the concatenated outputs; all next blocks read its
+    result. If they differ in width, each has its own map. `widths` has one entry per next block."""
     def __init__(self, d_in, widths):
         super().__init__()
         self.n_next = len(widths)
@@ -118,8 +118,9 @@ class Gumbel(nn.Module):
         y = sum_i pi_i f_i + pi_comb x_comb              Eq. 3, 7
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
-    Training is straight-through: backward treats pi as the soft weights, so the router learns. A
-    path not taken gets a gradient only through the router's input, and through a mix that is taken."""
+    Training is straight-through: the gradient of pi is that of the soft weights, so the router learns.
+    The output of a path not taken gets a gradient only from the router's input, and from a mix that is
+    taken. (Its keys and values also get one from later tokens that do take the path.)"""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -174,7 +175,7 @@ def routing_losses(logits, sampled, form):
 
 
 class ParallelLayer(nn.Module):
-    """k blocks, in the KV cache from place `layer` on, and the Connection that joins them."""
+    """k blocks, whose entries in the KV cache start at `layer`, and the Connection that joins them."""
     def __init__(self, config, layer, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
@@ -337,7 +338,7 @@ class PaPaformer(nn.Module):
     @torch.no_grad()
     def routes(self, idx):
         """{layer: (B, T, k+1)}: the weights pi of paths and mix; {} for `share`. Call eval() first."""
-        found = {}                                       # in the order in which a token meets them
+        found = {}                                       # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, Router):

@@ -13,18 +13,18 @@ A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
 What to look at first: `ByteEnds.embed`, `encode` and `spell`, then `Transformer.run_layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
 per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 with 57% (docs/results.md).
-Pause tokens and next thoughts (section 5.4) need no other model, only other data: for next
-thoughts, prepare.py makes each sentence a chunk.
+Pause tokens and next thoughts (section 5.4) change the data, not the model: for next thoughts,
+prepare.py makes each sentence a chunk.
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk ($), end-of-text and padding (_).
-Every chunk takes L = byte_limit + 1 slots; if L = 5, 'cats!' is |c a t s $|! $ _ _ _|. So longer
-tokens become several chunks; end-of-text is a chunk by itself, without $. $ is predicted like a
-byte, _ never: give it the target -1 (train.py does). A symbol that cannot stand in a slot gets
-probability 0, so those of all possible chunks sum to 1; as a target it has a loss of inf.
+Every chunk takes L = byte_limit + 1 slots. If L = 5, the token 'cats!' is |c a t s $|! $ _ _ _|: a
+token of more than byte_limit bytes becomes several chunks. End-of-text is one by itself, without
+$. The model predicts $ like a byte, but never _: give _ the target -1 (train.py does). What a slot
+cannot hold has probability 0, so all possible chunks together have 1; as a target it costs inf.
 
 Departures from the paper, and gaps it leaves:
 - Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
-  spells all bytes at once (`parallel`). Our default, `causal`, also reads the bytes before: better.
+  spells all bytes at once (`parallel`): 3.637 bits per byte. Our `causal` also reads those before.
 - It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
   and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
 - The core first reads a learned vector, from which the first chunk of a window is predicted.
@@ -73,7 +73,7 @@ class STLMConfig:
             if getattr(self, name) not in names:
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it can be {', '.join(names)}")
         for width, heads in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
-            if width % (2 * heads):                      # rotary positions turn pairs of channels
+            if width % (2 * heads):        # rotary positions turn pairs; byte parts just follow
                 raise ValueError(f'a width of {width} cannot be split into {heads} heads of even width')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
@@ -87,19 +87,28 @@ class STLMConfig:
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
 class ByteEnds(nn.Module):
-    """Turns symbols into the core's input, and its states into logits. For tokens: TokenEnds."""
+    """Turns symbols into the core's input, and the core's states into logits. For tokens: TokenEnds."""
     def __init__(self, config):
         super().__init__()
         c = config
         self.causal = c.decoder == 'causal'
         self.slots = c.byte_limit + 1                    # L
-        self.n_start = 1             # vectors before the first chunk; logits before the first target
+        self.n_start = 1     # the core reads `start` before the first chunk
         self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
         self.wte = nn.Embedding(c.vocab_size, c.byte_embd)     # of symbols; also the head
         self.encoder, self.decoder = ChunkTransformer(c), ChunkTransformer(c)
         self.pool = nn.Linear(c.byte_embd, c.n_embd, bias=False)
         self.spread = nn.Linear(c.n_embd, self.slots * c.byte_embd, bias=False)
         self.start = nn.Parameter(torch.empty(c.n_embd))
+
+    def embed(self, idx, cache):
+        """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
+        chunks before chunk c, and spells chunk c. If a cache holds the start: (B, C, D)."""
+        whole = self.cut(idx)[:, :-1]
+        x = [] if cache else [self.start.expand(len(idx), 1, -1)]
+        if whole.size(1):
+            x.append(self.encode(whole))
+        return torch.cat(x, 1)
 
     def cut(self, idx):
         """(B, T) symbols -> (B, C + 1, L): C whole chunks, then the unfinished one (maybe all padding)."""
@@ -130,15 +139,6 @@ class ByteEnds(nn.Module):
         possible[1:, self.end_of_chunk] = True           # no chunk is empty
         possible[0, self.end_of_text] = True             # a chunk by itself
         return logits.masked_fill(~possible, -math.inf)
-
-    def embed(self, idx, cache):
-        """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
-        chunks before chunk c, and spells chunk c. If a cache holds the start: (B, C, D)."""
-        whole = self.cut(idx)[:, :-1]
-        x = [] if cache else [self.start.expand(len(idx), 1, -1)]
-        if whole.size(1):
-            x.append(self.encode(whole))
-        return torch.cat(x, 1)
 
     def logits(self, states, idx):
         """(B, T + 1, V) logits of symbols 0 to T. No target is symbol 0, so forward drops it."""
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         self.dropout = Dropout(c.dropout)
 
     def run_layers(self, x, attend_in):
-        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): over chunks, or within one."""
+        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): in the core, or in a chunk."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
@@ -198,7 +198,7 @@ def adapted(linear, x, adapters, name):
     return y + adapters[name](x) if name in adapters else y
 
 
-# ---- LLaMA's own parts ---------------------------------------------------------------------------
+# ---- The plain parts: attention, FFN, the Transformer inside a chunk, dropout --------------------
 
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
@@ -326,7 +326,7 @@ class STLM(Transformer):
         self.init_weights()
 
     @property
-    def wte(self):                                       # here the tools look for it, in every model
+    def wte(self):                                       # tools expect every model to have a `wte`
         return self.ends.wte
 
     def init_weights(self):

@@ -16,23 +16,23 @@ every token needs every layer. The paper names two methods; the config defaults 
 What to look at first: `RoutedLayer`, then `STLMDepth.exit_loss` and `generate`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
 has 1.518 bits per byte. With mixture of depths it has 1.520, for the FLOPs of a plain model of 6
-layers, which has 1.525. With early exit it has 1.514, for 44% more FLOPs (docs/stlm_depth.md).
+layers, which has 1.525. With early exit: 1.514, for 44% more FLOPs in training (docs/stlm_depth.md).
 
-Who passes, and causality. The top 12.5% of a window are known only at its end. So in training a
-later token can change whether an earlier one passes, although tokens that pass read earlier ones
-only. In evaluation and generation a forecast decides instead: a linear map of the token's own
-state, trained to say whether the token is among the top. Its auxiliary loss trains nothing else. Train
-with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`), or no token passes in evaluation. In
-evaluation, and if no layer is routed, `aux` does not have it.
+Causality. The top 12.5% of a window are known only at its end. So in training a later token can
+change whether an earlier one passes (attention itself is causal). In evaluation and generation a
+forecast decides instead: a linear map of the token's own state, trained to tell whether the token is
+in the top. Train with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`). This trains the
+forecast alone; without it no token passes in evaluation. `aux` has it in training only, and only if a
+layer is routed.
 
 Departures from the papers, and gaps they leave:
 - Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
   the normalised state.
 - Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let the exits take turns, some at a
-  time. Here each row of a batch draws one exit, with probabilities in proportion to these weights.
-  So the expected loss is the weighted mean over all exits, at the cost of one more head.
-  `aux_weights = dict(exit=1.0)` gives it the same weight as the loss after the last layer, as
-  their factor e_scale does at ten layers if it is 0.11.
+  time. Here each row of a batch draws one exit, with probability proportional to these weights. So
+  the expected loss is the weighted mean over all exits, for the cost of one more head. With
+  `aux_weights = dict(exit=1.0)` the exits together weigh as much as the last layer: at ten layers,
+  that is their factor e_scale = 0.11.
 - They also raise the rate of layer dropout over the run, and compute only the layers that stay. Our
   rate is constant, and a dropped layer is computed and then multiplied by 0.
 - Rows of a batch may accept different numbers of drafts. All stop at the first that a row rejects.
@@ -63,11 +63,11 @@ class STLMDepthConfig:
     capacity: float = 0.125        # share of tokens that pass through a routed layer; 1: no routing
     route_every: int = 2           # 2: every second layer is routed (1, 3, 5, ... counted from 0)
     layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
-    exit_loss: bool = False        # whether aux['exit'] is, in training, the loss at an earlier exit
+    exit_loss: bool = False        # in training, also return aux['exit']: the loss at an earlier exit
 
     def __post_init__(self):
         for field in fields(self):
-            least = 2 if field.name == 'route_every' else 1      # layer 0's cache counts all tokens
+            least = 2 if field.name == 'route_every' else 1      # layer 0 must see, and count, all
             if field.type is int and getattr(self, field.name) < least:
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
         for name in ('dropout', 'layer_dropout'):
@@ -89,7 +89,7 @@ class STLMDepthConfig:
 
 # ---- The first idea: mixture of depths -----------------------------------------------------------
 
-NEVER = 2 ** 30                    # position of a slot without a token: after all queries, so unseen
+NEVER = 2 ** 30                    # position of an empty slot: after any query, so no token sees it
 
 
 class RoutedLayer(nn.Module):
@@ -317,13 +317,13 @@ class STLMDepth(nn.Module):
             # draft: the first layers read the new text, then one draft after the other
             drafts, guesses, states = [], [], []
             new = idx[:, begin + past:]
-            read = past                                  # tokens that the first layers have read
+            n_read = past                                # tokens that the first layers have read
             for i in range(n + 1):                       # the last draft is read as well
                 state = self.wte(new)
                 if draft_layers:
-                    state = self.run(state, range(draft_layers), read, cache)[0][-1]
+                    state = self.run(state, range(draft_layers), n_read, cache)[0][-1]
                 states.append(state)
-                read += new.size(1)
+                n_read += new.size(1)
                 if i < n:
                     guesses.append(probabilities(self.exit_logits(state[:, -1]), temperature, top_k))
                     new = torch.multinomial(guesses[-1], 1)
@@ -369,9 +369,9 @@ def mean_of(losses):
 
 
 def probabilities(logits, temperature, top_k):
-    """Of the next token. At temperature 0: 1 for the best token, 0 for the others."""
+    """Of the next token. At temperature 0 (or below): 1 for the best token, 0 for the others."""
     logits = logits.float()
-    if temperature == 0:
+    if temperature <= 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
