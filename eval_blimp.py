@@ -17,7 +17,7 @@ good >= bad. A sentence becomes tokens in one of two ways, as the official pipel
                  (lm-evaluation-harness; BabyLM up to 2024)
     babylm2025   encode(sentence); the first token is read, but not scored (BabyLM 2025)
 
-For the byte-level model a token is a chunk of bytes; for one of sentences, a sentence (`harness`
+For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence (`harness`
 only). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64, so that
 rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
 `sentence_good` and `sentence_bad`; `UID` (else the file's name) is the paradigm,
@@ -70,28 +70,20 @@ def read_pairs(data):
             if not good.strip() or not bad.strip():
                 raise UserError(f'{path}:{number}: a sentence is empty')
             name = str(row.get('UID') or path.stem)
-            if name not in paradigms:
-                paradigms[name] = new_paradigm(row)
+            term = str(row.get('linguistics_term') or '').replace('s-selection', 'argument_structure')
+            field = str(row.get('field') or '').replace('/', '_')        # both spellings occur
+            paradigms.setdefault(name, Paradigm(term or None, field or None, []))
             paradigms[name].pairs.append(((path, number), good, bad))
     return dict(sorted(paradigms.items()))
-
-
-def new_paradigm(row):
-    """One without pairs yet. BLiMP has 13 terms for its 12 phenomena, and two spellings of a field."""
-    term = str(row.get('linguistics_term') or '')
-    area = str(row.get('field') or '').replace('/', '_')
-    if term == 's-selection':
-        term = 'argument_structure'
-    return Paradigm(term or None, area or None, [])
 
 
 # ---- Scores -------------------------------------------------------------------------------------
 
 
 class Sentences:
-    """The distinct sentences of all pairs as token ids, with what stands before them. They have an
-    order of their own: no score depends on the order of files, and a pair of identical sentences is
-    a tie to the last bit."""
+    """Each distinct sentence of the pairs, once, as token ids (after end-of-text in `harness` mode).
+    They are sorted, so that no score depends on the order of files. Two identical sentences of a
+    pair have one score: an exact tie."""
 
     def __init__(self, paradigms, tokenizer, mode='harness'):
         slots = len(tokenizer.end)                       # of a chunk; a token is one
@@ -179,7 +171,7 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
         t = torch.arange(width + 1, device=device)
         inside = t < length[at, None]                                    # (B, width + 1)
         positions = (start[at, None] + t).clamp(max=len(flat) - 1)
-        ids = torch.where(inside, flat[positions], end[t % s.slots])     # end-of-text behind
+        ids = torch.where(inside, flat[positions], end[t % s.slots])     # padded with end-of-text
         is_target = inside & (t >= s.slots) & (ids != s.pad)
         targets = ids.masked_fill(~is_target, -1)
         _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')
@@ -199,7 +191,7 @@ def evaluate(paradigms, sentences, scores):
         good, bad = scores[good_rows], scores[bad_rows]
         fewer = np.sign(sentences.scored[bad_rows] - sentences.scored[good_rows])
         identical = sum(a == b for _, a, b in p.pairs)
-        close = (good != bad) & (abs(good - bad) < 1e-4)     # another batch size may turn these round
+        close = (good != bad) & (abs(good - bad) < 1e-4)     # another batch size may flip these
         result[name] = dict(
             accuracy=100 * float((good >= bad).mean()),
             shorter=100 * float((fewer + 1).mean() / 2),
@@ -343,8 +335,8 @@ def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+',
                         help='run folders (out/moep) or checkpoints (out/moep/ckpt_1M.pt)')
-    parser.add_argument('--data', type=Path,
-                        help='a folder of .jsonl files, or one; the toy pairs if not given')
+    parser.add_argument('--data', type=Path, default='data/toy_blimp',
+                        help='a folder of .jsonl files, or one such file')
     parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness',
                         help='how a sentence becomes tokens')
     parser.add_argument('--skip_long', action='store_true',
@@ -373,9 +365,7 @@ def main():
     args = read_arguments()
     args.device = Machine(args.device).device.type
     torch.set_float32_matmul_precision('highest')        # no TF32
-    if args.data is None:
-        args.data = Path('data/toy_blimp')
-        prepare.make_missing_toys(['toy_blimp'])
+    prepare.make_missing_toys([args.data.name], args.data.parent)
     paradigms = read_pairs(args.data)
     by_tokenizer = read_sentences(paradigms, args)
     skipped = leave_out_long(paradigms, by_tokenizer, args.skip_long)

@@ -6,10 +6,10 @@ GLUE and SuperGLUE: fine-tune a trained model, with low-rank adapters (lora.py) 
     python finetune.py out/moep --task all --data data/glue --full --seeds 3,12,42 --json glue.json
 
 The data folder holds BabyLM's files (rte.train.jsonl, rte.valid.jsonl) or GLUE's (RTE/train.tsv,
-RTE/dev.tsv). The model reads end-of-text and the text, of a pair also a newline and the second. The
-state of the last token, after the final norm, goes through a linear classifier. Settings are those
-of PaPaformer's Table 5; the best epoch counts, and training stops after --patience epochs without a
-better one. `majority` is the score of always answering the training set's commonest label.
+RTE/dev.tsv). The model reads end-of-text, then the text; the two texts of a pair are joined by a
+newline. The last token's final-norm state goes through a linear classifier. The settings are those
+of PaPaformer's Table 5. The best epoch counts; training stops after --patience epochs without gain.
+`majority` is the score of always answering the training set's most common label.
 """
 
 import copy
@@ -309,7 +309,7 @@ def shorten(lengths, room):
 
 
 def encode(texts, tokenizer, limit):
-    """Token ids: end-of-text, the text; of a pair also a newline and the second; at most `limit`."""
+    """Token ids, at most `limit`: end-of-text and the text; a newline joins the two texts of a pair."""
     slots = len(tokenizer.end)           # the byte-level model's tokens are chunks, kept or dropped whole
     parts = [tokenizer.encode(text) for text in texts]
     newline = tokenizer.encode('\n') if len(parts) == 2 else []
@@ -388,19 +388,19 @@ def read_arguments():
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
     parser.add_argument('--full', action='store_true', help='train all weights, not only adapters')
-    parser.add_argument('--seeds', help="such as 3,12,42; each task's own if not given (the paper's)")
+    parser.add_argument('--seeds', help="such as 3,12,42; else the paper's, task by task")
     count = between(1, 10 ** 6)
-    parser.add_argument('--rank', type=count, default=8, help='of the adapters')
-    parser.add_argument('--epochs', type=count, default=32, help='at most')
-    parser.add_argument('--patience', type=count, default=5, help='epochs without a better score')
-    parser.add_argument('--batch_size', type=count, default=64, help='examples in a step')
+    parser.add_argument('--rank', type=count, default=8, help='rank of the adapters')
+    parser.add_argument('--epochs', type=count, default=32, help='train for at most this many')
+    parser.add_argument('--patience', type=count, default=5, help='stop after so many without gain')
+    parser.add_argument('--batch_size', type=count, default=64, help='examples per step')
     parser.add_argument('--learning_rate', type=between(1e-12, 1e6, float), default=1e-3,
                         help='falls linearly to zero')
     parser.add_argument('--length', type=between(8, 10 ** 6), default=128,
-                        help='tokens (at most block_size)')
+                        help='cut texts to this many tokens (at most block_size)')
     parser.add_argument('--num', type=count, help='train on the first NUM examples only')
-    parser.add_argument('--blimp', type=Path, help='a result of eval_blimp.py --json')
-    parser.add_argument('--json', type=Path, help='file for the scores of all epochs')
+    parser.add_argument('--blimp', type=Path, help='a file of eval_blimp.py --json')
+    parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
     parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
     args = parser.parse_args()
     if args.seeds:

@@ -4,16 +4,16 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
     add_lora(model, rank=8, alpha=16)    # every linear map is now W + alpha/rank * A B; only A, B train
     merge_lora(model)                    # the sums become the weights: a plain model again
 
-    python train.py --init_from=out/moep --surgery=lora.add_lora --surgery_args="{'rank': 4}" \\
-        --out_dir=out/moep_lora
-    python train.py --init_from=out/moep_lora --surgery=lora.merge_lora --max_iters=0 \\
-        --out_dir=out/moep_merged
+    python train.py --model=moep --init_from=out/moep --surgery=lora.add_lora \\
+        --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
+    python train.py --model=moep --init_from=out/moep_lora --surgery=lora.merge_lora \\
+        --max_iters=0 --out_dir=out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
-(E, in, out), in which every expert gets its own A and B. The vocabulary's head is left out: a
-module named `head`, or a weight that two modules share. B starts at zero, so that an adapted model
-starts as exactly the model it was. Other parameters (Self-MoE's matrix gates, A of ModuleFormer's
-routers) are frozen and get no adapter; name them in `also` to train them.
+(E, in, out), in which every expert gets its own A and B. The output head gets none (a module named
+`head`, or a weight that two modules share). B starts at zero, so an adapted model starts
+equal to the original. Other parameters (Self-MoE's matrix gates, the module embeddings of
+ModuleFormer's routers) are frozen and get no adapter; name them in `also` to train them.
 
 What to look at first: `LowRank.forward`. The change is added to the weight whenever the weight is
 read, not to the map's output, because stacked experts have no module that could be wrapped: their

@@ -8,24 +8,24 @@ each pool a router chooses K modules for each token and weights them by gates:
     x = x + sum_k gate_k * FFN_k(norm(x))
 
 An attention module has its own query and output maps. All modules of a layer share keys and
-values, so a token can attend to every earlier token, whichever modules that token took. Attention
-is *stick-breaking*: a query walks back in time with a stick of length 1. Each key, by its logit z,
-breaks off the share sigmoid(z) of what the later keys left. Of two equal matches the later one gets
-more, so the model knows order without positional embeddings, and it runs at any length.
-`insert_experts` adds modules, to learn a new domain and forget less of the old one. `prune_experts`
-removes modules that a domain does not use, once the `concentration` loss has made it use fewer.
+values, so a token can attend to every earlier token, whichever modules that token chose. Attention
+is *stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
+breaks off the fraction sigmoid(z) of what is left. Of two equal matches the later one gets more, so
+the model knows the order of tokens without positional embeddings, and it runs at any length.
+`insert_experts` adds modules for a new domain, so that less of the old one is forgotten.
+`prune_experts` removes modules that a domain rarely uses; train with `concentration` first.
 
 What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. You can
 skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
 Measured (40M words of BabyLM-style text, three seeds): 3.437 nats per token, BLiMP 69.6; a dense
 model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (docs/results.md).
 
-Departures from the paper, and gaps it leaves:
+Departures from the paper, and choices that it leaves open:
 - Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
   information large, so we minimise Eq. 7. The paper gives no weight for it: 0.01 in our configs.
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
-  does not sum to 1. Every loss, also `rout_reg` (Eq. 10), is summed over all 2 * n_layer routers.
+  does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
   --stream --memory=T`): a context of 2T directly (section 5.1), of N_L*T through N_L layers (3.2).
 - Not given in the paper: LayerNorm, exact GELU, no biases, untied head, `init_weights`, `dropout`.
@@ -51,7 +51,7 @@ except ImportError:                                      # no Triton, or this fi
 @dataclass
 class ModuleFormerConfig:
     vocab_size: int = 50295        # tokens the model knows, end-of-text included
-    block_size: int = 512          # the window that is trained; the model itself runs at any length
+    block_size: int = 512          # training window; the model itself runs at any length
     n_layer: int = 8               # blocks, each a pool of attention and a pool of FFN modules
     n_embd: int = 384              # D: width of the residual stream
     n_att: int | list = 8          # attention modules of a layer; a list if layers differ (pruned)
@@ -106,7 +106,7 @@ def stick_weights(q, k, first):
     future = torch.ones(Q, k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(d)           # Eq. 3
     z = z.masked_fill(future.repeat_interleave(K, 0), -math.inf)                # sigmoid(z) = 0
-    log_rest = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)    # log of what key i leaves over
+    log_rest = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)    # log of what is left after key i
     return z, (z + log_rest).exp()                                              # Eq. 4
 
 
@@ -144,9 +144,9 @@ class Router(nn.Module):
         return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
 
     def losses(self, prob_NE, log_prob_NE):
-        """Minimising `mi` (pretraining): the pool uses all modules (high entropy H(m)), but a token is
-        sure which (low H(m|x)). Minimising `concentration` (before pruning): the pool uses few.
-        Minimising `rout_reg` (after insertion): new embeddings A' are small, so logits near 0."""
+        """`mi` (pretraining) wants a high entropy H(m), so that all modules are used, and a low H(m|x),
+        so that each token is sure of its choice. `concentration` (before pruning) wants a low H(m): few
+        modules. `rout_reg` (after insertion) keeps new embeddings A' small, so their logits near 0."""
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
         conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()   # H(m|x)
@@ -236,7 +236,7 @@ class Block(nn.Module):
 
 class ModuleFormer(nn.Module):
     router = Router                                      # a class; arena/ has others
-    gates_sum_to_1 = False                               # for tools.check; its default is True
+    gates_sum_to_1 = False                               # not renormalised; tools.check reads this
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -251,7 +251,7 @@ class ModuleFormer(nn.Module):
         """1/sqrt(fan-in), less for maps that add to the residual stream; 0.02 for wte, head, A."""
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
-            if p.dim() < 2 or '.router.' in name and kind not in ('A', 'B'):
+            if p.dim() < 2 or ('.router.' in name and kind not in ('A', 'B')):
                 continue                     # norms; a custom router initialises its own extra weights
             if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in)
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
@@ -325,10 +325,10 @@ class ModuleFormer(nn.Module):
 # ---- Surgery: modules come and go ----------------------------------------------------------------
 
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
-    """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. With `partial` (new
-    data alone) only the new modules and their embeddings A' train; with `full` (old and new mixed)
-    also A, B, token embedding and (our choice) head. At first the loss rises: tokens choose new
-    modules, still untrained. Eq. 10 keeps new logits near 0, but 0 beats a negative old logit."""
+    """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. `partial` (new data
+    only) trains the new modules and their embeddings A'. `full` (old and new data mixed) also trains
+    A, B, the token embedding and (our choice) the head. At first the loss rises: tokens choose new,
+    untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative old logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
@@ -386,9 +386,9 @@ class PruneTable(list):
 
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
-    frequency, divided by the largest of its pool (`max`) or by their sum (`sum`), is below the
-    threshold; the K most frequent stay. `usage` is what count_usage returns; without it, `batches`,
-    a list of (idx, targets), are counted. Gates grow: the softmax has fewer. Nothing is frozen."""
+    count, divided by its pool's largest (`max`) or total (`sum`), is below the threshold; the K most
+    used always stay. `usage` comes from count_usage; without it, `batches`, a list of (idx, targets),
+    are counted. The gates left grow: the softmax has fewer terms. Nothing in the result is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):
@@ -526,8 +526,8 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM adds up all rows of a group
-    for a tile of it, so with few groups most SMs idle. So groups are cut, up to 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
+    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut, into at most 32 parts."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

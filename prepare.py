@@ -7,7 +7,8 @@ Text -> uint16 token bins and a tokenizer.
 
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
 front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled.
-CRLF becomes \\n and blank lines around a document go; nothing else is changed. Memory stays small.
+CRLF becomes \\n, Wikipedia's XML plain text; a byte-order mark, empty lines around a document and
+blank documents are dropped. Otherwise the text is unchanged. It need not fit into memory.
 """
 
 import functools
@@ -92,8 +93,8 @@ def read_documents(path, cuts, split='auto', field='text'):
 
 
 def find_files(inputs):
-    """[(split, path)] of files and folders. If a name says train, names are believed: val, valid or
-    dev is val, test stays out. Else all is train. If there is no val, it is cut off train later."""
+    """[(split, path)] of files and folders. Names count only if one says train: then val, valid and
+    dev are val, and test is left out. Otherwise all is train; val may be cut off it later."""
     found, skipped = [], 0
     folders = {Path(given).parent for given in inputs}
     known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
@@ -124,7 +125,7 @@ def find_files(inputs):
 
 
 def role_of(path):
-    """train, val, test or None: the last word of the name that says so."""
+    """train, val, test or None, by the last word of the path that is one of these names."""
     roles = dict(train='train', val='val', valid='val', validation='val', dev='val', test='test')
     words = re.split(r'[/\\._-]', str(path).lower())
     return next((roles[word] for word in reversed(words) if word in roles), None)
@@ -279,7 +280,7 @@ def make_toy(root='data', overwrite=False):
     task (toy_glue). Three of them are the texts of another in a new form."""
     missing = [Path(root) / name for name in TOYS if overwrite or not (Path(root) / name).is_dir()]
     if not missing:
-        return print(f'{root} holds all toy corpora already; --overwrite makes them anew')
+        return print(f'{root} holds all toy corpora already; --overwrite makes them again')
     print('toy corpora: made-up text, from the grammars in plumbing/toy.py')
     plan = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in plan}
@@ -353,7 +354,7 @@ def read_arguments(argv):
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='share of documents for validation; unless a file is named val')
+                        help='share of documents for validation, if no file is named val')
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)

@@ -20,10 +20,9 @@ def cell(tokenizer, i):
     return names.get(i) or repr(tokenizer.decode([i]))[1:-1] or '<end>'
 
 
-def show_next(model, tokenizer, idx, n):
-    """The n most probable tokens after the prompt, with their probabilities."""
-    logits, _, _ = model(idx)
-    prob = logits[0, -1].float().softmax(-1)
+def show_next(logits, tokenizer, n):
+    """The n most probable next tokens, with their probabilities."""
+    prob = logits.float().softmax(-1)
     top, tokens = prob.topk(min(n, len(prob)))
     for p, i in zip(top.tolist(), tokens.tolist()):
         print(f'{p:8.4f}  {cell(tokenizer, i)}')
@@ -36,11 +35,9 @@ def show_routes(model, tokenizer, idx):
     for t, token in enumerate(idx[0].tolist()):
         rows.append([cell(tokenizer, token), *(choices(gate[0, t]) for gate in routes.values())])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    legend = '   what each token took, as choice:percent; choices count from 0'
+    print('what each token took, as choice:percent; choices count from 0')
     for row in rows:
-        line = '  '.join(text.ljust(width) for text, width in zip(row, widths))
-        print((line + legend).rstrip())
-        legend = ''
+        print('  '.join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
 
 
 def choices(gate):
@@ -91,10 +88,13 @@ def main():
     while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:
         ids.pop()                                # leave the last chunk open, to continue it
     prompt = torch.tensor([ids], device=device)
+    over = 0 if reads_past_block_size(model) else max(0, len(ids) - limit)
+    whole = -(-over // slots) * slots            # only whole chunks are cut off in front
+    logits, _, _ = model(prompt[:, whole:])
+    if logits.isnan().any():
+        raise UserError("the model's probabilities are not numbers (nan): this checkpoint is broken")
     if args.next:
-        over = max(0, len(ids) - limit)
-        whole = -(-over // slots) * slots        # only whole chunks are cut off in front
-        show_next(model, tokenizer, prompt[:, whole:], args.next)
+        show_next(logits[0, -1], tokenizer, args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):
         raise UserError('this model has no routers: there is nothing to choose')
@@ -103,12 +103,7 @@ def main():
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        try:
-            idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
-        except RuntimeError as e:
-            if 'probability' not in str(e):
-                raise
-            raise UserError("the model's probabilities are not numbers: its weights are broken") from None
+        idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

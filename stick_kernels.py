@@ -1,22 +1,21 @@
 """
-Stick-breaking attention in Triton: one GPU kernel forward, one backward. It is optional.
-moduleformer.py uses this file if it lies in the same folder and `can_fuse`, which lists the conditions,
-allows it. Otherwise its own `StickBreaking` does the same in plain torch, one block of queries at a time.
+Stick-breaking attention in Triton: one GPU kernel forward, one backward. Optional: moduleformer.py
+uses it if this file is in the same folder and `can_fuse` allows it, else its own `StickBreaking`, in
+plain torch.
 `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
-and v, so they never go to memory. A program (one of the many that run on a GPU at a time) holds a
-tile of queries and walks over the keys, one tile at a time. It makes the weights of these queries
-and keys, uses them and forgets them; backward makes them again. A softmax would need the largest
-logit. A stick needs only what the later keys have left of it, one number for each query:
+and v, so they are never written to memory. A program (a GPU runs many at once) holds a tile of
+queries and walks over the keys, one tile at a time. It computes the weights of these queries and
+keys, uses them and discards them; backward computes them again. A softmax would have to track the
+largest logit. A stick needs only what the later keys have left of it, one number for each query:
 
     forward, from the newest key to the oldest:       p_i = sigmoid(z_i) * rest_i
                                                       rest_{i-1} = rest_i * (1 - sigmoid(z_i))
 
 z_i is the logit of key i, p_i its weight, rest_i what keys i+1, ..., t leave to it (t is the
-query's position). All of this is done in logarithms to the base 2, the GPU's own. Within a tile,
-the sum over later keys is a matrix product with a triangle of ones, on tensor cores that are
-otherwise idle.
+query's position). Everything is in base-2 logarithms, which GPUs compute natively. Within a tile,
+the sum over later keys is a matrix product with a triangle of ones, on otherwise idle tensor cores.
 
 Backward. Let y be the output and g_i = p_i * dL/dp_i, where dL/dp_i = dL/dy . v_i. As log p_i = log
 sigmoid(z_i) + sum_{i<j<=t} log(1 - sigmoid(z_j)), a logit z_j acts on p_j, and on p_i of every
@@ -26,14 +25,14 @@ older key i < j:
     dL/dz_j = g_j * (1 - sigmoid(z_j)) - sigmoid(z_j) * sum_{i<j} g_i
 
 The sum runs over older keys, so backward walks from the oldest key to the newest and carries the
-sum along. (In the other direction the sum would be dL/dy . y minus what was seen: a small
+sum along. (In the other direction it would subtract the g already seen from dL/dy . y: a small
 difference of large numbers, in bfloat16.)
 
 Backward also needs rest_i. Forward keeps `rest` as it is at the end of its walk, and backward
-undoes the steps: log rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). After thousands of keys that
-would be a small difference of large numbers, too. But once rest < 2^-150, all older weights are 0
-in float32. There a query dies: its rest no longer changes, and forward notes the tile, `oldest`.
-Where all queries of a tile are dead, both walks skip the older keys.
+undoes the steps: log rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). Over thousands of keys this
+would become a small difference of large numbers, too. But once rest < 2^-150, all older weights are 0
+in float32, and the query is dead: its rest stays fixed, and forward records the tile as `oldest`. Once
+all queries of a tile are dead, both walks skip the older keys.
 
 Finally, dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T dL/dy. Programs of different queries add to
 the same dL/dk and dL/dv, in float32 and in any order, so two runs can differ in the last bits.

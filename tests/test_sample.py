@@ -1,6 +1,7 @@
 """sample.py on a small trained run, as a user calls it."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -56,9 +57,9 @@ def test_next(call):
 
 def test_routes(call):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 6)
-    table = text.split('\n\n')[-1].splitlines()
-    assert table[0].split()[:4] == ['token', 'shrink', 'parallel.0', 'grow']
-    assert 'choice:percent' in table[0] and table[1].startswith('<eot>')
+    legend, *table = text.split('\n\n')[-1].splitlines()
+    assert table[0].split() == ['token', 'shrink', 'parallel.0', 'grow']
+    assert 'choice:percent' in legend and table[1].startswith('<eot>')
     for line in table[1:]:                       # two choices in each of three layers, which share 100%
         ways = re.findall(r'(\d):(\d+)', line)
         assert len(ways) == 6
@@ -68,20 +69,20 @@ def test_routes(call):
 
 def test_routes_of_the_prompt_alone(call, run, trained):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 0)
-    assert text.startswith('The dogs\n\ntoken') and text.splitlines()[-1].startswith(' dogs')
+    assert text.startswith('The dogs\n\nwhat each token took') and text.splitlines()[-1].startswith(' dogs')
     assert 'not allowed with' in run('sample.py', trained, '--next', 3, '--routes', code=2).stderr
 
 
 def test_the_heaviest_choice_comes_first(data_dir, capsys):
     model = SimpleNamespace(routes=lambda idx: dict(layer=torch.tensor([[[0.2, 0.0, 0.7, 0.1]]])))
     sample.show_routes(model, load_tokenizer(data_dir / 'toy_stories'), torch.tensor([[5]]))
-    assert capsys.readouterr().out.splitlines()[1].endswith('2:70 0:20 3:10')
+    assert capsys.readouterr().out.splitlines()[2].endswith('2:70 0:20 3:10')
 
 
 def test_routes_of_a_long_text_begin_with_the_prompt(call):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 60)
     table = text[text.index('the first 32 of 6'):].splitlines()
-    assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
+    assert [line.split()[0] for line in table[3:5]] == ['<eot>', 'The'] and len(table) == 35
 
 
 def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
@@ -89,6 +90,16 @@ def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
     text = call('--routes', '--max_new_tokens', 130, folder=folder)      # it was trained on windows of 128
     table = text[text.rindex('token'):].splitlines()
     assert 'as far as the model sees' not in text and len(table) == 1 + 1 + 130
+
+
+def test_weights_that_overflow(run, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / 'broken')
+    ckpt = torch.load(tmp_path / 'broken/ckpt.pt', weights_only=True)
+    ckpt['weights']['ln_f.weight'].fill_(3e38)           # finite, but not what it computes
+    torch.save(ckpt, tmp_path / 'broken/ckpt.pt')
+    for how in (['--next', 3], ['--temperature', 0], []):
+        done = run('sample.py', tmp_path / 'broken', *how, code=2)
+        assert 'probabilities are not numbers' in done.stderr and done.stderr.count('\n') == 1
 
 
 def test_documents_are_set_apart(data_dir):
