@@ -121,7 +121,7 @@ class ParallelLayer(nn.Module):
         P, H = self.config.n_block, self.config.n_head_parallel
         x_ND = x.flatten(0, 1)
         n = F.layer_norm(x, x.shape[-1:])
-        # All blocks attend: later tokens may choose any. (n * gain[p] + bias[p]) @ qkv[p] + qkv_bias[p]
+        # All blocks attend: later tokens may choose any. (n * gain[p] + bias[p]) @ qkv[p] + bias
         q, k, v = project_all(n, *fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias), P * H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
