@@ -70,7 +70,8 @@ def read_pairs(data):
             if not good.strip() or not bad.strip():
                 raise UserError(f'{path}:{number}: a sentence is empty')
             name = str(row.get('UID') or path.stem)
-            term = str(row.get('linguistics_term') or '').replace('s-selection', 'argument_structure')
+            term = str(row.get('linguistics_term') or '')
+            term = 'argument_structure' if term == 's-selection' else term   # 13 terms, 12 phenomena
             field = str(row.get('field') or '').replace('/', '_')        # both spellings occur
             paradigms.setdefault(name, Paradigm(term or None, field or None, []))
             paradigms[name].pairs.append(((path, number), good, bad))
