@@ -512,14 +512,14 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (mps, float64, compiled float32, unaligned widths). Autocasts by hand."""
+    A loop where torch has no kernel (float32 on a GPU, mps, unaligned widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    dtypes = (torch.bfloat16,) if torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
-    known = hasattr(F, 'grouped_mm') and x_RD.device.type in ('cuda', 'cpu') and x_RD.dtype in dtypes
+    exact = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
+    known = exact or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if known and aligned:
+    if hasattr(F, 'grouped_mm') and known and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])

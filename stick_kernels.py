@@ -252,6 +252,8 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 @torch.compiler.assume_constant_result                   # torch.compile need not look into it
 def known_dtypes():
+    if torch.cuda.get_device_capability() < (8, 0):      # before 2020: no bfloat16, no TF32
+        return []
     if torch.get_float32_matmul_precision() == 'highest':
         return [torch.bfloat16, torch.float16]
     return [torch.bfloat16, torch.float16, torch.float32]
@@ -261,9 +263,9 @@ def can_fuse(q, k, v):
     """Whether the kernels take these tensors. Wider heads do not fit into registers. float32 is
     multiplied as TF32, which torch must allow. dk and dv can differ in their last bits from run to
     run, so not if torch must be deterministic."""
-    known = q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
-    must_repeat = torch.are_deterministic_algorithms_enabled()
-    return q.is_cuda and torch.version.cuda is not None and known and not must_repeat
+    if not q.is_cuda or torch.version.cuda is None or torch.are_deterministic_algorithms_enabled():
+        return False
+    return q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
 
 
 def stick_breaking(q, k, v):

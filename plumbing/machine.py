@@ -18,8 +18,7 @@ class Machine:
     """The device and precision of this process, and its place among the processes of the run."""
 
     def __init__(self, device='auto', dtype='auto'):
-        version = tuple(map(int, torch.__version__.split('.')[:2]))
-        if version < (2, 10):
+        if torch.__version__ < (2, 10):
             raise UserError(f'torch {torch.__version__} is too old: pip install "torch>=2.10"')
         self.rank = int(os.environ.get('RANK', 0))
         self.world = int(os.environ.get('WORLD_SIZE', 1))
@@ -27,8 +26,9 @@ class Machine:
         self.cuda = self.device.type == 'cuda'
         if dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
-        if dtype == 'auto':
-            dtype = 'bfloat16' if self.cuda else 'float32'
+        if dtype == 'auto':                              # GPUs before 2020 (T4, V100) have no bfloat16
+            known = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
+            dtype = 'bfloat16' if known else 'float32'
         self.dtype = getattr(torch, dtype)
         if self.cuda:
             torch.cuda.set_device(self.device)

@@ -75,7 +75,7 @@ class Settings:
     surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
-    dtype: str = 'auto'                    # auto | bfloat16 | float32; auto: bfloat16 on cuda, else float32
+    dtype: str = 'auto'                    # auto | bfloat16 | float32; auto: bfloat16 if a GPU has it
     compile: bool | None = None            # torch.compile; if not given, on cuda for 200 steps or more
     graph: bool = True                     # capture the step as a CUDA graph if possible
     checkpoint_activations: bool = False   # recompute blocks and logits in backward: less memory, slower

@@ -61,6 +61,20 @@ def steps(model, n, machine, model_as=lambda m: m, wanted=True):
     return losses, step, model
 
 
+@pytest.mark.parametrize('name', ['moep', 'moduleformer', 'strong'])
+def test_an_older_gpu_computes_in_float32(name, monkeypatch):
+    """Without F.grouped_mm and our Triton kernels, which want a newer one. (This GPU only says it is old.)"""
+    usual, _, _ = steps(MODELS[name], 4, Machine('cuda', 'float32'), wanted=False)
+    assert Machine('cuda').dtype == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (7, 5))
+    monkeypatch.delattr(torch.nn.functional, 'grouped_mm')
+    monkeypatch.setattr('stick_kernels.forward', None)
+    machine = Machine('cuda')
+    assert machine.dtype == torch.float32
+    old, _, _ = steps(MODELS[name], 4, machine, wanted=False)
+    assert old == pytest.approx(usual, rel=1e-3)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_recomputed_and_sharded_steps_are_plain_steps(name):
     """--checkpoint_activations; and FSDP2, with one process: autocast, fused AdamW, a rate in a tensor."""

@@ -57,7 +57,7 @@ def test_memory_is_in_bytes():
 
 
 def test_an_old_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, '__version__', '2.9.1')
+    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.9.1'))
     with pytest.raises(UserError, match='torch 2.9.1 is too old'):
         Machine('cpu')
 
