@@ -26,7 +26,7 @@ class Machine:
         self.cuda = self.device.type == 'cuda'
         if dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
-        if dtype == 'auto':                              # GPUs before 2020 (T4, V100) have no bfloat16
+        if dtype == 'auto':                              # a T4 or V100 has no bfloat16
             known = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
             dtype = 'bfloat16' if known else 'float32'
         self.dtype = getattr(torch, dtype)
