@@ -27,6 +27,8 @@ def compile_model(model, whole=False):
     options['unsafe_marked_cacheable_functions'] = CACHED
     if model.config.vocab_size % 8 == 0:                 # padded products are timed first: a slow start
         options['shape_padding'] = False                 # (with 50,257 tokens they bring GPT-2 80%)
+    if 'inductor_choices_class' in torch._inductor.list_options():
+        options['inductor_choices_class'] = whole_rows
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
     # Also what a part keeps, such as a router's loss: a tensor with its graph cannot be copied.
     kept = [value for part in model.modules() for value in vars(part).values()]
@@ -46,3 +48,23 @@ def compile_model(model, whole=False):
 def untraced(compiled):
     """Keep callers from tracing into it. (disable(compiled) would also turn off its compilation.)"""
     return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+
+def whole_rows():
+    """Torch's choices, but for one: a kernel that adds up rows of up to 1,024 numbers holds a row as a whole.
+    Otherwise it may store parts of a row and read them back before other threads have stored theirs
+    (triton-lang/triton#10924). That ruined gradients of strong.py's experts (docs/troubleshooting.md)."""
+    from torch._inductor.choices import InductorChoices, V
+
+    class WholeRows(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction):
+            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 1024)
+            across = 'OUTER' in str(features.get_reduction_hint())
+            return usual or bool(is_short) and not across and not cooperative_reduction
+
+        def uuid(self):
+            return 'whole rows'                          # for the key of torch's cache
+
+    return WholeRows()

@@ -1,6 +1,9 @@
 """Compiling layer by layer: the same losses and gradients, each kind of layer once."""
 
+import types
+
 import pytest
+import sympy
 import torch
 
 import moduleformer
@@ -137,3 +140,24 @@ def test_a_block_that_is_called_with_a_keyword(compilations):
     x = torch.randn(2, 16, 16)
     torch.testing.assert_close(twin.first[0](x, cache=None), model.first[0](x, cache=None))
     assert compilations
+
+
+@pytest.mark.parametrize('length, hint, is_whole', [
+    (64, 'DEFAULT', True), (256, 'DEFAULT', True), (1024, 'DEFAULT', True), (1025, 'DEFAULT', False),
+    (1024, 'INNER', True), (256, 'OUTER', False)])
+def test_short_rows_are_reduced_whole(length, hint, is_whole):
+    """Torch alone reads rows of 256 numbers in parts if they are gathered: a race (whole_rows says which)."""
+    from torch._inductor.choices import ReductionHint, V
+    features = types.SimpleNamespace(reduction_numel=sympy.Integer(length),
+                                     get_reduction_hint=lambda: ReductionHint[hint])
+    sizes = types.SimpleNamespace(statically_known_leq=lambda a, b: a <= b)
+    with V.set_graph_handler(types.SimpleNamespace(sizevars=sizes)):
+        assert bool(compiled.whole_rows().should_use_persistent_reduction(features, False)) == is_whole
+
+
+def test_torch_takes_the_choice_of_whole_rows(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch, 'compile', lambda fn, dynamic, options: taken.append(options) or fn)
+    compiled.compile_model(strong.Strong(strong.StrongConfig(**TINY, n_layer=1)))
+    assert all(options['inductor_choices_class'] is compiled.whole_rows for options in taken) and taken
+    torch._inductor.config.patch(taken[0])               # an unknown option raises

@@ -4,6 +4,7 @@ bfloat16."""
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import stlm_depth
 import strong
 import train
 from plumbing import settings, shard
+from plumbing.compiled import compile_model
 from plumbing.machine import Machine, Replay
 from tools import measure
 
@@ -37,6 +39,7 @@ MODELS = dict(
         **dict(TINY, n_layer=4), n_kv_head=1, ffn_hidden=48, dropout=0.1, capacity=0.25, layer_dropout=0.2,
         exit_loss=True)),
     strong=strong.Strong(strong.StrongConfig(**TINY, n_expert=4, top_k=2)))
+READS_BACK = re.compile(r'for r0_offset.*tl\.store\((in_out_ptr\d+).*for r0_offset.*tl\.load\(\1', re.S)
 WEIGHTS = {stlm_depth.STLMDepth: dict(forecast=0.1, exit=1.0), strong.Strong: dict(balance=0.01)}
 
 
@@ -72,7 +75,7 @@ def test_an_older_gpu_computes_in_float32(name, monkeypatch):
     machine = Machine('cuda')
     assert machine.dtype == torch.float32
     old, _, _ = steps(MODELS[name], 4, machine, wanted=False)
-    assert old == pytest.approx(usual, rel=1e-3)
+    assert old == pytest.approx(usual, rel=1e-2)         # usually as TF32
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -380,3 +383,24 @@ def test_resumed_is_uninterrupted(run, data_dir, tmp_path):
         lines = [json.loads(line) for line in (tmp_path / name / 'log.jsonl').read_text().splitlines()]
         logs.append([line['loss'] for line in lines if 'loss' in line])
     assert len(logs[0]) == len(logs[1]) == 16 and max(abs(a - b) for a, b in zip(*logs)) < 2e-3
+
+
+def test_no_compiled_kernel_reads_back_a_row_that_it_writes_in_parts():
+    """Its threads would read what others have not written yet (plumbing/compiled.py, whole_rows). The gradient
+    of this block has such a kernel without the patch: arena/strong_moe's."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+    machine = Machine('cuda', 'bfloat16')
+    config = strong.StrongConfig(vocab_size=512, block_size=512, n_layer=1, n_head=4, n_embd=256, n_expert=8,
+                                 top_k=2, dropout=0.1)
+    model = strong.Strong(config).to(machine.device)
+    x = torch.randint(512, (64, 512), device=machine.device)
+
+    def take_step():
+        with machine.autocast():
+            compile_model(model)(x, x)[1].backward()
+    with fresh_cache():
+        torch._dynamo.reset()
+        _, codes = run_and_get_code(take_step)
+    kernels = ''.join(codes).split('@triton.jit')[1:]
+    assert any('rms_norm_backward' in kernel for kernel in kernels)
+    assert not [kernel for kernel in kernels if READS_BACK.search(kernel)]

@@ -125,11 +125,11 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
     found = []
     calls = []
     for has_kernels in (True, False):
-        def runs(*tensors, has_kernels=has_kernels):
+        def can_fuse(*tensors, has_kernels=has_kernels):
             import stick_kernels as kernels
             calls.append(has_kernels and kernels.can_fuse(*tensors))
             return calls[-1]
-        monkeypatch.setattr(moduleformer, 'runs', runs)
+        monkeypatch.setattr(moduleformer, 'can_fuse', can_fuse)
         model.zero_grad()
         cache = []
         with torch.autocast('cuda', torch.bfloat16):
