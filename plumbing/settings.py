@@ -18,7 +18,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from plumbing.cli import NANOGPT, UserError, short
+from plumbing.cli import NANOGPT, UserError
 from plumbing.models import ROOT, import_model
 
 DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
@@ -127,9 +127,6 @@ def check_ranges(s):
         if isinstance(value, (int, float)) and (value < 0 or value == 0 and key in positive):
             least = 'more than' if key in positive else 'at least'
             raise UserError(f'{key} = {value} must be {least} 0')
-    files = {short(words) for words in s.checkpoint_words}   # ckpt_1M.pt
-    if len(files) < len(s.checkpoint_words):
-        raise UserError('checkpoint_words: two values round to the same file name')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
     choices = dict(optimizer=('adamw', 'muon'), schedule=('cosine', 'linear', 'constant'),
@@ -161,11 +158,9 @@ ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 LARGEST = 1e12                                           # number that any setting may have
 
 
-def literal(node, depth=0):
+def literal(node):
     """The value of an expression of literals, arithmetic and dict(...), and of nothing else."""
-    inner = lambda *nodes: [literal(each, depth + 1) for each in nodes]
-    if depth > 50:
-        raise ValueError('it is nested too deeply')
+    inner = lambda *nodes: [literal(each) for each in nodes]
     match node:
         case ast.Constant(value) if '\0' not in str(value):
             return value
@@ -176,7 +171,7 @@ def literal(node, depth=0):
         case ast.Dict(keys, nodes) if None not in keys:
             return dict(zip(inner(*keys), inner(*nodes)))
         case ast.Call(ast.Name('dict'), [], keywords) if all(k.arg for k in keywords):
-            return {k.arg: literal(k.value, depth + 1) for k in keywords}
+            return {k.arg: literal(k.value) for k in keywords}
         case ast.UnaryOp(op, a) if type(op) in ARITHMETIC:
             return compute(op, *inner(a))
         case ast.BinOp(a, op, b) if type(op) in ARITHMETIC:
@@ -203,12 +198,10 @@ def read_config(path):
         tree = ast.parse(text)
     except OSError:
         raise UserError(f'there is no config file {path}{config_hint(str(path))}') from None
-    except ValueError:                                   # bytes that are not UTF-8, or null bytes
-        raise UserError(f'{path} is not a config: it holds no text') from None
     except SyntaxError as e:
         raise UserError(f'{path}:{e.lineno or 1}: {e.msg}') from None
-    except (RecursionError, MemoryError):
-        raise UserError(f'{path}: it is nested too deeply') from None
+    except (ValueError, RecursionError, MemoryError):    # no UTF-8, null bytes, endless brackets
+        raise UserError(f'{path} is not a config: it cannot be parsed') from None
     values = {}
     for node in tree.body:
         where = f'{path}:{node.lineno}'
@@ -273,7 +266,11 @@ def default_out_dir(config):
 
 def coerce(value, kind):
     """The value as this type has it: 1e6 is an int, 3 a float, and a folder may be named 2024.
-    TypeError if it has none."""
+    TypeError if it has none; ValueError for nan, infinity and what no machine can count."""
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+        raise ValueError
+    if kind is typing.Any:
+        kind = type(value)
     origin = typing.get_origin(kind) or kind
     inside = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -289,7 +286,7 @@ def coerce(value, kind):
     if origin is dict and isinstance(value, dict):
         of_key, of_value = inside or (typing.Any, typing.Any)
         return {coerce(k, of_key): coerce(v, of_value) for k, v in value.items()}
-    if origin is typing.Literal and value in inside or kind is typing.Any:
+    if origin is typing.Literal and value in inside:
         return value
     if origin is int and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -300,17 +297,6 @@ def coerce(value, kind):
     raise TypeError
 
 
-def check_numbers(key, value):
-    """No nan, no infinity, nothing that no machine can count."""
-    inside = value if isinstance(value, (list, tuple)) else ()
-    if isinstance(value, dict):
-        inside = [*value, *value.values()]
-    for each in inside:
-        check_numbers(key, each)
-    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
-        raise UserError(f'{key} must be a finite number, at most {LARGEST:g}')
-
-
 def assign_keys(values, *owners):
     """For each dataclass the values of its fields, checked. A key that is nobody's is an error."""
     kinds = [typing.get_type_hints(owner) for owner in owners]
@@ -319,9 +305,10 @@ def assign_keys(values, *owners):
         mine = next((i for i, owner in enumerate(owners) if key in owner.__dataclass_fields__), None)
         if mine is None:
             raise UserError(f"unknown key '{key}'{key_hint(key, owners)}")
-        check_numbers(key, value)
         try:
             given[mine][key] = coerce(value, kinds[mine][key])
+        except ValueError:
+            raise UserError(f'{key} must be a finite number, at most {LARGEST:g}') from None
         except TypeError:
             kind = kinds[mine][key]
             name = kind if typing.get_args(kind) else kind.__name__
