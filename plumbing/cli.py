@@ -9,9 +9,9 @@ import argparse
 import bz2
 import contextlib
 import gzip
-import io
 import json
 import lzma
+import math
 import os
 import signal
 import sys
@@ -140,10 +140,8 @@ def check_writable(path):
     is_device = os.path.exists(path) and not os.path.isfile(path)        # opened, not replaced
     if os.path.isdir(path):
         raise UserError(f'{path} cannot be written: it is a folder')
-    if not os.path.isdir(folder):
-        raise UserError(f'{path} cannot be written: there is no folder {folder}')
     if not os.access(folder, os.W_OK) and not is_device:
-        raise UserError(f'{path} cannot be written: you may not write in {folder}')
+        raise UserError(f'{path} cannot be written: there is no folder {folder} that you may write in')
 
 
 @contextlib.contextmanager
@@ -190,55 +188,42 @@ def lock(file):
     return True
 
 
-class Unpacked(io.RawIOBase):
-    """A plain, .gz, .xz or .bz2 file as it is read. A bomb, a little file that unpacks to a huge one,
-    is not text."""
-    LARGE, RATIO = 2 ** 26, 200
-
-    def __init__(self, path):
-        open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
-        self.path = path
-        self.file = io.BytesIO()                         # to be closed if there is no such file
-        self.file = open_file(path, 'rb')
-        self.most = max(self.LARGE, self.RATIO * path.stat().st_size) if open_file != open else None
-        self.read_so_far = 0
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        block = self.file.read(len(buffer))
-        buffer[:len(block)] = block
-        self.read_so_far += len(block)
-        if self.most and self.read_so_far > self.most:
-            raise UserError(f'{self.path} unpacks to more than {self.RATIO} times its size: '
-                            'that is not text')
-        return len(block)
-
-    def close(self):
-        self.file.close()
-        super().close()
-
-
+LARGE, RATIO = 2 ** 26, 200
 LONGEST_LINE = 2 ** 26                                   # bytes
+
+
+def unpack_limit(path):
+    """The most bytes that a packed file may hold: a bomb is a little file that unpacks to a huge one."""
+    return max(LARGE, RATIO * path.stat().st_size)
+
+
+def read_blocks(path, read):
+    """What read(file) returns of a plain, .gz, .xz or .bz2 file, until its end."""
+    open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
+    left = math.inf if open_file == open else unpack_limit(path)
+    with open_file(path, 'rb') as file:
+        while block := read(file):
+            left -= len(block)
+            if left < 0:
+                raise UserError(f'{path} unpacks to more than {RATIO} times its size: that is not text')
+            yield block
 
 
 def read_lines(path):
     """(number, text) of each line of a plain, .gz, .xz or .bz2 file. A line ends at \\n only."""
     number, offset = 0, 0
     try:
-        with io.BufferedReader(Unpacked(path), 2 ** 17) as file:
-            while line := file.readline(LONGEST_LINE):
-                number += 1
-                if len(line) == LONGEST_LINE:
-                    raise UserError(f'{path}: line {number} is longer than 64 MB; break it into lines')
-                text = line.decode('utf-8')
-                if number == 1:
-                    text = text.removeprefix('\ufeff')
-                if text.endswith('\r\n'):
-                    text = text[:-2] + '\n'
-                yield number, text
-                offset += len(line)
+        for line in read_blocks(path, lambda file: file.readline(LONGEST_LINE)):
+            number += 1
+            if len(line) == LONGEST_LINE:
+                raise UserError(f'{path}: line {number} is longer than 64 MB; break it into lines')
+            text = line.decode('utf-8')
+            if number == 1:
+                text = text.removeprefix('\ufeff')
+            if text.endswith('\r\n'):
+                text = text[:-2] + '\n'
+            yield number, text
+            offset += len(line)
     except UnicodeDecodeError as error:
         place = f'line {number}, byte {offset + error.start}'
         raise UserError(f'{path}: {place} is not UTF-8; convert the file first') from None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from plumbing.cli import Unpacked, UserError, lock
+from plumbing.cli import UserError, lock, unpack_limit
 
 STORIES = 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories-'
 MATH = 'https://huggingface.co/datasets/nvidia/OpenMathInstruct-1/resolve/main/correct_solutions/'
@@ -133,7 +133,7 @@ def receive(url, part):
 
 def unpack(path):
     """The text files of name.zip into the folder name."""
-    room = max(Unpacked.LARGE, Unpacked.RATIO * path.stat().st_size)
+    room = unpack_limit(path)
     with new_folder(path.with_suffix('')) as work, zipfile.ZipFile(path) as pack:
         for member in pack.infolist():
             name = re.split(r'[/\\]', member.filename)[-1]

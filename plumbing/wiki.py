@@ -1,13 +1,13 @@
 """Articles of a Wikimedia dump as plain text."""
 
 import html
-import io
 import lzma
 import re
 import zlib
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
-from plumbing.cli import Unpacked, UserError
+from plumbing.cli import UserError, read_blocks
 
 # Each takes away what lies innermost, then what lies around it. None looks past the next opening of its
 # own kind: else every one of a million that never close would be sought to the end.
@@ -33,8 +33,10 @@ def clean(text):
 
 def read_wiki(path):
     """Title and text of each article of a .xml.bz2, without templates, tables, notes and markup."""
+    blocks = read_blocks(path, lambda file: file.read(2 ** 16))
+    source = SimpleNamespace(read=lambda size: next(blocks, b''))
     try:
-        for _, page in ElementTree.iterparse(io.BufferedReader(Unpacked(path))):
+        for _, page in ElementTree.iterparse(source):
             if not page.tag.endswith('}page'):
                 continue
             if page.findtext('{*}ns') == '0' and page.find('{*}redirect') is None:

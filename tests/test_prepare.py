@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, documents
-from plumbing.cli import Unpacked, UserError
+from plumbing import cli
+from plumbing.cli import UserError
 from plumbing.data import load_bin
 from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer, ranks_blob,
@@ -316,7 +317,7 @@ def test_wiki(tmp_path):
     ('<?xml version="1.0" encoding="x"?><a/>', 'unknown encoding'),
     (f'<a>{" " * 10 ** 6}</a>', 'unpacks to more than')])
 def test_broken_wiki(tmp_path, monkeypatch, xml, reason):
-    monkeypatch.setattr(Unpacked, 'LARGE', 2 ** 16)
+    monkeypatch.setattr(cli, 'LARGE', 2 ** 16)
     (tmp_path / 'a.xml.bz2').write_bytes(bz2.compress(xml.encode()))
     with pytest.raises(UserError, match=f'a.xml.bz2.*{reason}'):
         read(tmp_path / 'a.xml.bz2')

@@ -13,7 +13,8 @@ import zipfile
 import pytest
 
 import prepare
-from plumbing.cli import Unpacked, UserError
+from plumbing import cli
+from plumbing.cli import UserError
 from plumbing.download import download, fetch_named, unpack
 from plumbing.tokenizer import EOT
 
@@ -143,7 +144,7 @@ BROKEN = dict(
 
 @pytest.mark.parametrize('name', BROKEN)
 def test_broken_archives(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(Unpacked, 'LARGE', 2 ** 18)
+    monkeypatch.setattr(cli, 'LARGE', 2 ** 18)
     content, reason = BROKEN[name]
     (tmp_path / 'blimp').mkdir()
     (tmp_path / 'blimp' / 'blimp.zip').write_bytes(content)
