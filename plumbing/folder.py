@@ -16,7 +16,6 @@ import torch
 
 from plumbing.checkpoint import named_shards, read_checkpoint, unpickle
 from plumbing.cli import UserError, lock, new_file, parse_json
-from plumbing.models import model_file
 from plumbing.shard import is_sharded, rows_like, shard_files, split_tree
 from plumbing.tokenizer import copy_tokenizer
 
@@ -25,29 +24,23 @@ from plumbing.tokenizer import copy_tokenizer
 
 def check_resume(ckpt, s, model_keys, machine):
     """A resumed run keeps its model and data. Other settings may change, and are printed."""
-    if ckpt['model'] != s.model:
-        raise UserError(f"{s.out_dir} holds a model of {model_file(ckpt['model'])}, "
-                        f'but this command trains {model_file(s.model)}')
     if 'optimizer' not in ckpt:
         raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
                         'start a new run from it with --init_from')
-    for key, value in model_keys.items():
-        has = ckpt['config'].get(key)
-        if has != value and not s.surgery:               # a surgery may have changed it
-            raise UserError(f'{s.out_dir} was trained with {key} = {has!r}, not {value!r}: '
-                            'resume with the same model, or set another --out_dir')
-    fixed = {'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed',
-             'init_from', 'surgery', 'surgery_args', 'optimizer'}   # data order, and the start
+    if s.surgery:
+        model_keys = {}                                  # it may have changed them
+    fixed = {'model', 'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed',
+             'init_from', 'surgery', 'surgery_args', 'optimizer', *model_keys}
     if s.stream:
         fixed.add('batch_size')
-    old = ckpt['settings']
-    for key, value in asdict(s).items():
-        before = old[key]
+    old = ckpt['config'] | ckpt['settings']
+    for key, value in (asdict(s) | model_keys).items():
+        before = old.get(key)
         if before == value or key in ('resume', 'overwrite'):
             continue
         if key in fixed:
-            raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: '
-                            'resume with the same, or start a new run from it with --init_from')
+            raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: resume '
+                            'with the same, or start a new run: --out_dir, and --init_from if it fits')
         machine.say(f'resume    {key} was {before!r}, is now {value!r}')
     processes = len(ckpt['ranks'])
     if processes != machine.world:
@@ -94,7 +87,7 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         log = self.path / 'log.jsonl'
-        if log.exists() and not log.is_file():
+        if log.exists() and not log.is_file():           # a pipe would wait forever
             raise UserError(f'{log} is not a file; set another --out_dir')
         self.log_file = open(log, 'a', encoding='utf-8')
         if not lock(self.log_file):
@@ -194,10 +187,8 @@ class RunFolder:
             machine.fail_all(errors[0])
 
     def give_up(self, it):
-        kept = 'no checkpoint was saved yet'
-        if (self.path / 'ckpt.pt').exists():
-            kept = f'the last good checkpoint is {self.path}/ckpt.pt'
-        raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; {kept}; '
+        raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; '
+                        f'{self.path}/ckpt.pt, if one was saved, is good; '
                         'try a lower learning_rate, or look into the model if step 0 has a val loss of nan')
 
     def restore(self, ckpt, model, optimizer, memory):

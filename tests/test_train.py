@@ -466,7 +466,7 @@ def test_loss_that_is_not_finite(tiny, tmp_path):
 def test_a_checkpoint_never_holds_nan(tiny, tmp_path):
     """With eps = 0 the weights are lost while every loss and gradient is still finite."""
     told = tiny('--max_iters=9', '--eps=0', '--save_interval=1', '--grad_clip=0', code=2).stderr
-    assert 'a weight is not finite at step 1; no checkpoint was saved yet' in told
+    assert 'a weight is not finite at step 1' in told
     assert not (tmp_path / 'run' / 'ckpt.pt').exists()
 
 
