@@ -165,9 +165,10 @@ def main():
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
-    planned, max_iters = data.plan(it)  # the length of the schedules; the step at which it ends
-    show_plan(model, s, corpus, data, machine, planned, max_iters, ckpt)
+    planned, end = data.plan(it)        # the length of the schedules; the step at which it ends
+    show_plan(model, s, corpus, data, machine, end, ckpt)
     check_model(model, s, data, machine)
+    max_iters = 0 if s.max_iters == 0 else end
     if max_iters == 0 and not s.surgery:                 # only the plan was asked for
         return machine.close()
 

@@ -75,10 +75,8 @@ class Corpus:
         self.hash = self.metas[first]['tokenizer']['hash']
         for name, other in self.metas.items():
             if other['tokenizer']['hash'] != self.hash:
-                cure = f'prepare {name} again with --tokenizer {self.folder}'
-                if name not in self.ranges:              # often a config's, for data of its own
-                    cure = f'{name} is only scored: set --eval_data'
-                raise UserError(f'{first} and {name} have different tokenizers; {cure}')
+                raise UserError(f'{first} and {name} have different tokenizers: choose others (--data, '
+                                f'--eval_data), or prepare {name} again with --tokenizer {self.folder}')
         self.tokenizer = load_tokenizer(self.folder)
         self.slots = len(self.tokenizer.end)             # of a chunk; a token is one
         self.pad = self.tokenizer.pad                    # never a target
@@ -218,14 +216,11 @@ class Data:
         return sum(lengths) - round((math.ceil(epochs) - epochs) * lengths[-1])
 
     def plan(self, it):
-        """-> (steps of the whole run, at the batch size it began with; the step where this process stops)"""
-        s = self.s
-        if s.max_iters:
-            return s.max_iters, s.max_iters
-        windows = self.count_windows(s.epochs)
+        """-> (steps of the whole run, at the batch size it began with; the step where it ends)"""
+        if self.s.max_iters:
+            return self.s.max_iters, self.s.max_iters
+        windows = self.count_windows(self.s.epochs)
         steps = max(1, windows // self.unit)
-        if s.max_iters == 0:
-            return steps, 0
         if it == 0:
             return steps, steps
         return steps, it + max(0, windows - self.seen) // self.rows

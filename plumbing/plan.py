@@ -63,8 +63,8 @@ def show_size(model, s, machine):
     machine.say(text)
 
 
-def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
-    """steps: of the whole run; max_iters: where it ends; ckpt: what it continues."""
+def show_plan(model, s, corpus, data, machine, end, ckpt=None):
+    """end: the step where the run ends; ckpt: what it continues."""
     show_size(model, s, machine)
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
@@ -79,7 +79,7 @@ def show_plan(model, s, corpus, data, machine, steps, max_iters, ckpt=None):
                 f'x {s.gradient_accumulation_steps} accumulated '
                 f'x {machine.world} {processes} = {data.rows * data.T:,} {data.noun}')
     it = ckpt['iter'] if ckpt else 0
-    left = max(0, max_iters - it if max_iters else (steps * data.unit - data.seen) // data.rows)
+    left = max(0, end - it)
     read = data.seen + left * data.rows                  # windows, at the end
     machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {data.noun}, '
                 f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
@@ -125,8 +125,6 @@ def check_model(model, s, data, machine):
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
         raise UserError('dropout_schedule needs a model that has set_dropout, '
                         'and a dropout of more than 0')
-    if s.optimizer == 'adamw' and s.muon_rate != type(s).muon_rate:
-        machine.say('note      muon_rate is not used: the optimizer is adamw')
     for name, value in aux.items():
         if not (isinstance(value, torch.Tensor) and value.dim() == 0):
             raise UserError(f"{model_file(s.model)}: the auxiliary value '{name}' "

@@ -40,14 +40,6 @@ def test_a_check_is_of_training():
     check_model(Exits(2, 2).eval(), s, SimpleNamespace(T=8), Machine('cpu'))
 
 
-def test_a_rate_that_nothing_uses_is_told(capsys):
-    model = torch.nn.Module()
-    model.forward = lambda idx, targets: (None, None, {})
-    for given in (dict(), dict(muon_rate=3.0), dict(optimizer='muon', muon_rate=3.0)):
-        check_model(model, Settings(**given), SimpleNamespace(T=8), Machine('cpu'))
-    assert capsys.readouterr().out == 'note      muon_rate is not used: the optimizer is adamw\n'
-
-
 def test_a_vocabulary_is_the_tokenizers_or_larger():
     def check(keys, n_vocab=100, slots=1):
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
