@@ -137,10 +137,9 @@ def check_writable(path):
     if not path:
         return
     folder = os.path.dirname(os.path.realpath(path))     # of a link, where it leads
-    is_device = os.path.exists(path) and not os.path.isfile(path)        # opened, not replaced
-    if os.path.isdir(path):
-        raise UserError(f'{path} cannot be written: it is a folder')
-    if not os.access(folder, os.W_OK) and not is_device:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f'{path} cannot be written: it is not a file')
+    if not os.access(folder, os.W_OK):
         raise UserError(f'{path} cannot be written: there is no folder {folder} that you may write in')
 
 
@@ -159,13 +158,8 @@ def new_file(path, mode='w'):
 
 
 def write_json(path, value):
-    """A device or a pipe is written through, not replaced."""
-    text = json.dumps(value, default=str) + '\n'         # paths may be among the settings
-    if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_text(text, encoding='utf-8')
-        return
     with new_file(os.path.realpath(path)) as file:       # of a link, what it leads to
-        file.write(text)
+        file.write(json.dumps(value, default=str) + '\n')        # paths may be among the settings
 
 
 def parse_json(text):

@@ -228,8 +228,6 @@ def main():
     args = parser.parse_args()
     for path in filter(None, (args.html, args.png)):
         check_writable(path)
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f'{path} is not a file')
     if args.png and not importlib.util.find_spec('matplotlib'):
         raise UserError('--png needs matplotlib: pip install matplotlib')
     while True:

@@ -224,8 +224,6 @@ def read_arguments():
 def main():
     args = read_arguments()
     check_writable(args.out)
-    if args.out and Path(args.out).exists() and not Path(args.out).is_file():
-        raise UserError(f'{args.out} is not a file: name one with --out')
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:

@@ -168,8 +168,8 @@ def test_names_are_text(run, tmp_path):
 @pytest.mark.parametrize('args, message', [
     (['nothing'], 'nothing is not a run: there is no log.jsonl in nothing or out/nothing'),
     (['.'], 'no log.jsonl'),
-    (['a', '--html=a'], 'it is a folder'),
-    (['a', '--html=/dev/null'], '/dev/null is not a file'),
+    (['a', '--html=a'], 'it is not a file'),
+    (['a', '--html=/dev/null'], '/dev/null cannot be written: it is not a file'),
     ([], 'required')])
 def test_mistakes(run, tmp_path, args, message):
     write_log(tmp_path / 'a', start())
