@@ -215,25 +215,20 @@ def start_model(s, module, model_keys, corpus):
         return build(module, model_keys, corpus.machine.device), None
     paths = [s.init_from] if isinstance(s.init_from, str) else s.init_from
     ckpts = [read_checkpoint(path) for path in paths]
-    operate = find_surgery(s.surgery, module) if s.surgery else None
     for ckpt in ckpts:
-        check_start(ckpt, s, corpus, operate)
-    if operate:
-        return run_surgery(operate, ckpts, s, module, model_keys, corpus)
+        check_start(ckpt, s, corpus)
+    if s.surgery:
+        return run_surgery(find_surgery(s.surgery, module), ckpts, s, module, model_keys, corpus)
     if len(ckpts) > 1:
         raise UserError('init_from names several runs: set the surgery that joins them')
     return freeze(build_model(ckpts[0], **model_keys), ckpts[0]), None
 
 
-def check_start(ckpt, s, corpus, operate=None):
+def check_start(ckpt, s, corpus):
     """Whether a run can start from this checkpoint, or continue it."""
-    home = inspect.getmodule(operate)   # the surgery's file: a model's own, or one for all, like lora
-    is_own = hasattr(home, 'Model') and home.Model.__module__ == home.__name__
-    has = f"{ckpt['folder']} holds a model of {model_file(ckpt['model'])}"
-    if is_own and ckpt['model'] != home.__name__:
-        raise UserError(f'{s.surgery} rebuilds models of {model_file(home.__name__)}, but {has}')
     if ckpt['model'] != s.model:
-        raise UserError(f'{has}, but this run trains {model_file(s.model)}: '
+        raise UserError(f"{ckpt['folder']} holds a model of {model_file(ckpt['model'])}, "
+                        f'but this run trains {model_file(s.model)}: '
                         f"a run starts only from one of the same file (--model={ckpt['model']})")
     if ckpt['tokenizer'] != corpus.hash:
         raise UserError(f"{ckpt['folder']} has another tokenizer than {corpus.folder}: set --data")
@@ -252,21 +247,16 @@ def run_surgery(operate, ckpts, s, module, model_keys, corpus):
         raise UserError(f'surgery {s.surgery}: the model has adapters; '
                         'merge them first, with --surgery=lora.merge_lora')
     models = [build_model(ckpt).to(corpus.machine.device).eval() for ckpt in ckpts]
-    several = isinstance(s.init_from, list)
     args = dict(s.surgery_args)
     if 'batches' in inspect.signature(operate).parameters:
         args['batches'] = corpus.calibration(s.seq_len or models[0].config.block_size)
     try:
-        result = operate(models if several else models[0], **args)
+        result = operate(models if isinstance(s.init_from, list) else models[0], **args)
     except torch.OutOfMemoryError:
         raise
     except Exception as e:
-        hint = ''
-        if isinstance(e, AttributeError) and several:
-            hint = ' (init_from is a list; this surgery may want one run)'
-        if str(e).startswith(f'{operate.__name__}() '):  # its arguments are wrong
-            hint = f'; it is {operate.__name__}{inspect.signature(operate)}'
-        raise UserError(f'surgery {s.surgery}: {explain(e)}{hint}') from None
+        call = f'{operate.__name__}{inspect.signature(operate)}'
+        raise UserError(f'surgery {s.surgery}: {explain(e)}; it is called as {call}') from None
     model, report = result if isinstance(result, tuple) else (result, None)
     if not isinstance(model, module.Model):
         raise UserError(f'surgery {s.surgery}: it does not return a model')

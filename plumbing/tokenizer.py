@@ -289,15 +289,11 @@ def how_to_make(folder):
         return 'copy it from the data set that the run was trained on'
     name = folder.name
     base, _, form = name.partition('_')
-    options = {                                  # as in config/paper
-        'neox': '--tokenizer 20B_tokenizer.json', 'chunks': '--chunks', '4096': '--vocab_size 4096',
-        'pauses': '--vocab_size 4096 --pauses 10', 'thoughts': '--vocab_size 4096 --sentences'}
     if name in TOYS:
         return 'make the data set with: python prepare.py toy'
-    if base in NAMED and not form:
-        return f'make the data set with: python prepare.py {base}'
-    if base in NAMED and form in options:
-        return f'make the data set with: python prepare.py {base} --name {name} {options[form]}'
+    if base in NAMED:
+        options = f' --name {name}, and the options that the config names' if form else ''
+        return f'make the data set with: python prepare.py {base}{options}'
     others = [path.parent.name for path in folder.parent.glob('*/meta.json')]
     near = difflib.get_close_matches(name, [*TOYS, *others], 1, 0.8)
     hint = f"did you mean '{near[0]}'? If not, " if near else ''

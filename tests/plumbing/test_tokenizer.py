@@ -367,12 +367,11 @@ def test_what_to_do_about_a_missing_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make = 'make the data set with: python prepare.py '
     mine = make + 'text --name my_book --input FILES'
-    neox = 'tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json'
+    named = ', and the options that the config names'
     for name, expected in dict(
             toy_math=make + 'toy',
             babylm=make + 'babylm',
-            tinystories_neox=make + neox,
-            simplewiki_chunks=make + 'simplewiki --name simplewiki_chunks --chunks',
+            tinystories_neox=make + 'tinystories --name tinystories_neox' + named,
             my_book=mine,
             toy_storys="did you mean 'toy_stories'? If not, " + mine.replace('my_book', 'toy_storys'),
             ).items():
