@@ -17,11 +17,12 @@ import types
 import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 from plumbing.cli import NANOGPT, UserError
 from plumbing.models import ROOT, import_model
 
-DROPOUT_SCHEDULES = ('constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles')
+DropoutSchedule = Literal['constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles']
 
 
 @dataclass
@@ -43,11 +44,11 @@ class Settings:
     batch_size: int = 16                   # windows per micro-batch
     gradient_accumulation_steps: int = 1   # micro-batches per step, in each process
     # optimiser
-    optimizer: str = 'adamw'               # adamw | muon: plumbing/muon.py
+    optimizer: Literal['adamw', 'muon'] = 'adamw'   # plumbing/muon.py
     learning_rate: float = 1e-3            # of AdamW, at its highest
     muon_rate: float = 10.0                # of Muon, in multiples of AdamW's
     min_lr: float = 0.0                    # where cosine and linear end
-    schedule: str = 'cosine'               # cosine | linear | constant, all after the warm-up
+    schedule: Literal['cosine', 'linear', 'constant'] = 'cosine'   # after the warm-up
     warmup_iters: int = 0                  # steps of linear warm-up
     warmup_lr: float = 0.0                 # the rate that the warm-up starts from
     weight_decay: float = 0.1              # on matrices only
@@ -55,7 +56,7 @@ class Settings:
     beta2: float = 0.95
     eps: float = 1e-8
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
-    dropout_schedule: str = 'constant'     # constant | early | late | linear | rising | triangle | triangles
+    dropout_schedule: DropoutSchedule = 'constant'   # or early, late, linear, rising, triangle, triangles
     dropout_phase: float = 0.5             # early: dropout until this part of the run; late: from there on
     aux_weights: dict[str, float] = field(default_factory=dict)   # {name of an auxiliary loss: its weight}
     # what is written
@@ -129,11 +130,6 @@ def check_ranges(s):
             raise UserError(f'{key} = {value} must be {least} 0')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
-    choices = dict(optimizer=('adamw', 'muon'), schedule=('cosine', 'linear', 'constant'),
-                   dropout_schedule=DROPOUT_SCHEDULES)
-    for key, names in choices.items():
-        if getattr(s, key) not in names:
-            raise UserError(f"{key} is '{getattr(s, key)}'; it can be {', '.join(names)}")
     if s.beta1 >= 1 or s.beta2 >= 1:
         raise UserError('beta1 and beta2 must be less than 1')
     if s.memory and not s.stream:
@@ -286,7 +282,7 @@ def coerce(value, kind):
     if origin is dict and isinstance(value, dict):
         of_key, of_value = inside or (typing.Any, typing.Any)
         return {coerce(k, of_key): coerce(v, of_value) for k, v in value.items()}
-    if origin is typing.Literal and value in inside:
+    if origin is Literal and value in inside:
         return value
     if origin is int and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -311,7 +307,7 @@ def assign_keys(values, *owners):
             raise UserError(f'{key} must be a finite number, at most {LARGEST:g}') from None
         except TypeError:
             kind = kinds[mine][key]
-            name = kind if typing.get_args(kind) else kind.__name__
+            name = str(kind).removeprefix('typing.') if typing.get_args(kind) else kind.__name__
             hint = '; write True or False' if 'bool' in str(kind) else ''
             raise UserError(f'{key} = {value!r} is not of type {name}{hint}') from None
     return given

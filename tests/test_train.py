@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+import typing
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,7 @@ from plumbing.cli import UserError
 from plumbing.data import Corpus, Data
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine
-from plumbing.settings import DROPOUT_SCHEDULES, Settings, read_settings
+from plumbing.settings import DropoutSchedule, Settings, read_settings
 
 TRAINING = ['--dropout=0.1', '--batch_size=2', '--warmup_iters=5', '--eval_tokens=256', '--log_interval=1',
             '--sample_tokens=5']
@@ -188,7 +189,7 @@ def test_an_auxiliary_value_without_gradient_is_told(run, data_dir, tmp_path):
 
 def test_dropout_schedules(run, data_dir, tmp_path, monkeypatch):
     rates = {}
-    for name in DROPOUT_SCHEDULES:
+    for name in typing.get_args(DropoutSchedule):
         s = Settings(dropout_schedule=name, dropout_phase=0.25)
         rates[name] = [round(train.dropout_rate(it, s, 8, 0.2), 4) for it in range(8)]
     assert rates == dict(constant=[0.2] * 8, early=[0.2] * 2 + [0.0] * 6, late=[0.0] * 2 + [0.2] * 6,
@@ -753,7 +754,7 @@ def one_line(done):
     (['--data=nothing'], ['nothing', 'python prepare.py']),
     (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'moep reads tokens: prepare it without']),
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
-    (['--dropout_schedule=never'], ['never', 'constant, early, late, linear, rising, triangle, triangles']),
+    (['--dropout_schedule=never'], ['never', "'constant', 'early', 'late', 'linear', 'rising'"]),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
     (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox, and the options']),
     (['--data=toy_stories,toy_math'], ["--data=\"{'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}\""]),
