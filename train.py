@@ -36,7 +36,7 @@ from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
 from plumbing.plan import check_model, check_vocabulary, describe, print_size_only, show_plan, show_sample
 from plumbing.settings import read_settings
-from plumbing.shard import replicate, shard_and_recompute, whole_tensor
+from plumbing.shard import shard_and_recompute, whole_tensor
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -193,7 +193,9 @@ def main():
     by_default = machine.cuda and left >= 200            # compiling takes half a minute
     compiles = by_default if s.compile is None else s.compile
     whole = left >= 50_000      # compiling the model as a whole takes longer, and pays only in a long run
-    trained = replicate(compile_model(model, whole) if compiles else model, s, machine)
+    trained = compile_model(model, whole) if compiles else model
+    if machine.world > 1 and not s.shard:                # each process has a copy; gradients are added up
+        trained = torch.nn.parallel.DistributedDataParallel(trained)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
     if compiles and machine.cuda:

@@ -140,14 +140,10 @@ def check_adapter(name, args):
 
 
 def checkpoint_hint(folder):
-    there = sorted(p.name for p in folder.glob('ckpt*.pt'))
-    if there:
-        return f"; there are {', '.join(there)}"
-    config = Path('config', f"{folder.as_posix().removeprefix('out/')}.py")
-    if config.exists():
-        return f'; train it first, for example: python train.py {config}'
+    files = sorted(p.name for p in folder.glob('ckpt*.pt'))
     runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
-    return f"; there are {', '.join(runs)}" if runs else ''
+    found = ', '.join(files or runs)
+    return f'; there are {found}' if found else ''
 
 
 def build_model(ckpt, device='cpu', **changes):

@@ -221,9 +221,7 @@ class Data:
             return self.s.max_iters, self.s.max_iters
         windows = self.count_windows(self.s.epochs)
         steps = max(1, windows // self.unit)
-        if it == 0:
-            return steps, steps
-        return steps, it + max(0, windows - self.seen) // self.rows
+        return steps, max(1, it, it + (windows - self.seen) // self.rows)
 
     def take(self, n):
         """The starts of the next n windows; a batch may run on into the next epoch."""

@@ -110,13 +110,6 @@ def is_same_loss(model, whole, sliced, head, machine):
 
 # ---- Sharding ------------------------------------------------------------------------------------
 
-def replicate(model, s, machine):
-    """Several processes that do not share one model each have a copy, and add up their gradients."""
-    if machine.world > 1 and not s.shard:
-        return nn.parallel.DistributedDataParallel(model)
-    return model
-
-
 def shard(model, machine):
     """FSDP2: every process holds a part of each parameter, its gradient and AdamW's moments. A block
     gathers its own parameters when it runs. Embedding, head and norms stay gathered through the step;
