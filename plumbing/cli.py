@@ -194,13 +194,17 @@ def unpack_limit(path):
 def read_blocks(path, read):
     """What read(file) returns of a plain, .gz, .xz or .bz2 file, until its end."""
     open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
-    left = math.inf if open_file == open else unpack_limit(path)
-    with open_file(path, 'rb') as file:
-        while block := read(file):
-            left -= len(block)
-            if left < 0:
-                raise UserError(f'{path} unpacks to more than {RATIO} times its size: that is not text')
-            yield block
+    try:
+        left = math.inf if open_file == open else unpack_limit(path)
+        with open_file(path, 'rb') as file:
+            while block := read(file):
+                left -= len(block)
+                if left < 0:
+                    raise UserError(f'{path} unpacks to more than {RATIO} times its size: that is not text')
+                yield block
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); get the file again'
+        raise UserError(f'{path}: {why}') from None
 
 
 def read_lines(path):
@@ -221,6 +225,3 @@ def read_lines(path):
     except UnicodeDecodeError as error:
         place = f'line {number}, byte {offset + error.start}'
         raise UserError(f'{path}: {place} is not UTF-8; convert the file first') from None
-    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); get the file again'
-        raise UserError(f'{path}: {why}') from None

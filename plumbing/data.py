@@ -128,9 +128,7 @@ class Data:
         if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
             holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
             form = f'with --chunks {slots - 1}' if slots > 1 else 'without --chunks or --sentences'
-            block = f' and a multiple of {self.slots} as block_size' if seq_len % self.slots else ''
-            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: '
-                            f'prepare it {form}, or train stlm with byte_limit={self.slots - 1}{block}')
+            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: prepare it {form}')
         if seq_len % self.slots or self.stride % self.slots:
             raise UserError(f'seq_len and stride must be multiples of a chunk: {self.slots} slots')
         self.sets = []                                   # (begin, end, passes, words per token)
