@@ -196,7 +196,7 @@ def run_tokenizer(ckpt):
 def data_folder(ckpt):
     """The data set that a run was trained on, the first of several."""
     used = ckpt['settings']['data']
-    name = used if isinstance(used, str) else next(iter(used), '')
+    name = used.split(',')[0] if isinstance(used, str) else next(iter(used), '')
     return Path(ckpt['settings']['data_dir'], str(name))
 
 

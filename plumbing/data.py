@@ -44,12 +44,7 @@ def tokens_at(tokens, positions):
 
 def named_sets(s):
     """{data set: (from, to, passes per epoch)} to train on, and the names of those to score."""
-    if isinstance(s.data, str) and ',' in s.data:
-        several = dict.fromkeys(s.data.split(','), (0.0, 1.0))
-        raise UserError(f'several data sets are a dict: --data="{several}"')
-    if isinstance(s.eval_data, str) and ',' in s.eval_data:
-        raise UserError(f'several data sets are a list: --eval_data="{s.eval_data.split(",")}"')
-    ranges = {s.data: (0.0, 1.0)} if isinstance(s.data, str) else s.data
+    ranges = dict.fromkeys(s.data.split(','), (0.0, 1.0)) if isinstance(s.data, str) else s.data
     if not ranges:
         raise UserError('data names no data set')
     for name, span in ranges.items():
@@ -57,7 +52,7 @@ def named_sets(s):
         if not (numbers and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
             raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), '
                             'with 0 <= from < to <= 1')
-    scored = [s.eval_data] if isinstance(s.eval_data, str) else s.eval_data or list(ranges)
+    scored = s.eval_data.split(',') if isinstance(s.eval_data, str) else s.eval_data or list(ranges)
     return {name: (*span, 1.0)[:3] for name, span in ranges.items()}, scored
 
 

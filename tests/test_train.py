@@ -757,8 +757,6 @@ def one_line(done):
     (['--dropout_schedule=never'], ['never', "'constant', 'early', 'late', 'linear', 'rising'"]),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
     (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox, and the options']),
-    (['--data=toy_stories,toy_math'], ["--data=\"{'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}\""]),
-    (['--eval_data=toy_math,toy_lingo'], ["--eval_data=\"['toy_math', 'toy_lingo']\""]),
     (['--data=my_book'], ['python prepare.py text --name my_book']),
     (['--vocab_size=100'], ['vocab_size', '100']),
     (['--model=nothing'], ['nothing.py', 'moep']),

@@ -188,7 +188,7 @@ def main():
     model, ckpt = load_checkpoint(args.run, machine.device)
     tokenizer = run_tokenizer(ckpt)
     used = ckpt['settings']['data']
-    if not args.data and isinstance(used, dict) and len(used) > 1:
+    if not args.data and len(used.split(',') if isinstance(used, str) else used) > 1:
         raise UserError('the run was trained on several data sets: '
                         f'choose one, such as --data={data_folder(ckpt)}')
     data = args.data or data_folder(ckpt)

@@ -218,7 +218,7 @@ def test_the_tokenizer_beside_a_checkpoint(data_dir):
 
 
 def test_the_data_of_a_run():
-    for data in ('a', {'a': (0.0, 1.0), 'b': (0.0, 0.5)}):
+    for data in ('a', 'a,b', {'a': (0.0, 1.0), 'b': (0.0, 0.5)}):
         assert data_folder(dict(settings=dict(data=data, data_dir='data'))).as_posix() == 'data/a'
 
 

@@ -250,6 +250,8 @@ def test_corpus_refuses_bad_ranges(tmp_path):
 def test_what_is_read_and_what_is_scored():
     assert named_sets(Settings(data='a')) == ({'a': (0.0, 1.0, 1.0)}, ['a'])
     assert named_sets(Settings(data='a', eval_data='b')) == ({'a': (0.0, 1.0, 1.0)}, ['b'])
+    both = named_sets(Settings(data='a,b', eval_data='c,a'))
+    assert both == ({'a': (0.0, 1.0, 1.0), 'b': (0.0, 1.0, 1.0)}, ['c', 'a'])
     mixture = {'a': (0.0, 0.5), 'b': (0.0, 1.0, 2.5)}
     ranges, scored = named_sets(Settings(data=mixture))
     assert ranges == {'a': (0.0, 0.5, 1.0), 'b': (0.0, 1.0, 2.5)} and scored == ['a', 'b']
