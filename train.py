@@ -194,7 +194,7 @@ def main():
     compiles = by_default if s.compile is None else s.compile
     whole = left >= 50_000      # compiling the model as a whole takes longer, and pays only in a long run
     trained = compile_model(model, whole) if compiles else model
-    if machine.world > 1 and not s.shard:                # each process has a copy; gradients are added up
+    if machine.world > 1 and not s.shard:                # copies that add up their gradients
         trained = torch.nn.parallel.DistributedDataParallel(trained)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
     step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
-        if any(arg == '--' or arg.endswith('=--') for arg in args):      # argparse makes a list of it
+        if any(arg == '--' or arg.endswith('=--') for arg in args):  # argparse makes a list of it
             self.error("'--' is not a value")
         return super().parse_known_args(args, namespace)
 
@@ -140,7 +140,7 @@ def check_writable(path):
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f'{path} cannot be written: it is not a file')
     if not os.access(folder, os.W_OK):
-        raise UserError(f'{path} cannot be written: there is no folder {folder} that you may write in')
+        raise UserError(f'{path} cannot be written: there is no folder {folder} to write in')
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ LONGEST_LINE = 2 ** 26                                   # bytes
 
 
 def unpack_limit(path):
-    """The most bytes that a packed file may hold: a bomb is a little file that unpacks to a huge one."""
+    """The most bytes that a packed file may hold. A bomb, of a few bytes, holds more."""
     return max(LARGE, RATIO * path.stat().st_size)
 
 
@@ -200,7 +200,7 @@ def read_blocks(path, read):
             while block := read(file):
                 left -= len(block)
                 if left < 0:
-                    raise UserError(f'{path} unpacks to more than {RATIO} times its size: that is not text')
+                    raise UserError(f'{path} unpacks to over {RATIO} times its size: it is no text')
                 yield block
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
         why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); get the file again'

@@ -70,8 +70,8 @@ class Corpus:
         self.hash = self.metas[first]['tokenizer']['hash']
         for name, other in self.metas.items():
             if other['tokenizer']['hash'] != self.hash:
-                raise UserError(f'{first} and {name} have different tokenizers: choose others (--data, '
-                                f'--eval_data), or prepare {name} again with --tokenizer {self.folder}')
+                raise UserError(f'{first} and {name} have different tokenizers: set --data or --eval_data, '
+                                f'or prepare {name} again with --tokenizer {self.folder}')
         self.tokenizer = load_tokenizer(self.folder)
         self.slots = len(self.tokenizer.end)             # of a chunk; a token is one
         self.pad = self.tokenizer.pad                    # never a target

@@ -39,8 +39,8 @@ def check_resume(ckpt, s, model_keys, machine):
         if before == value or key in ('resume', 'overwrite'):
             continue
         if key in fixed:
-            raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: resume '
-                            'with the same, or start a new run: --out_dir, and --init_from if it fits')
+            raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: '
+                            'resume with the same, or start a new run with --out_dir and --init_from')
         machine.say(f'resume    {key} was {before!r}, is now {value!r}')
     processes = len(ckpt['ranks'])
     if processes != machine.world:
@@ -169,7 +169,7 @@ class RunFolder:
             self.remove_orphans()
 
     def save_part(self, state, parts):
-        """Every process writes its own. If one cannot, all end, and ckpt.pt is still the old one."""
+        """Every process writes its own. If one cannot, all end, and ckpt.pt stays the old one."""
         machine = self.machine
         mine = parts[machine.rank]
         error = None
@@ -221,8 +221,8 @@ class RunFolder:
 
 
 def load_optimizer(optimizer, saved):
-    """The moments are the checkpoint's, the settings today's. torch would load moments of any shape,
-    and crash in the step."""
+    """The moments are the checkpoint's, the settings today's. torch would load moments of any
+    shape, and crash in the step."""
     now = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
     weights = [(p, group) for group in optimizer.param_groups for p in group['params']]
     state = {}

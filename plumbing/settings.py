@@ -31,7 +31,7 @@ class Settings:
     out_dir: str = ''                      # the run's folder; out/<name of the config> if not given
     seed: int = 42                         # for weights, dropout and the order of the data
     # what is read
-    data: str | dict = 'toy_stories'       # folders of data_dir: a,b or {a: (from, to[, passes per epoch])}
+    data: str | dict = 'toy_stories'       # folders of data_dir: a,b or {a: (from, to[, passes])}
     data_dir: str = 'data'                 # where prepare.py put them
     seq_len: int | None = None             # tokens per window; the model's block_size if not given
     stride: int | None = None              # tokens between window starts; seq_len if not given

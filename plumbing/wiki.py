@@ -41,5 +41,5 @@ def read_wiki(path):
                 title = page.findtext('{*}title') or ''
                 yield title + '\n' + clean(page.findtext('.//{*}text') or '')
             page.clear()
-    except (ElementTree.ParseError, LookupError, ValueError) as error:   # encodings, numbers as &#1;
+    except (ElementTree.ParseError, LookupError, ValueError) as error:   # encodings, &#1;
         raise UserError(f'{path}: broken or unreadable ({error}); get the file again') from None

@@ -315,7 +315,7 @@ def test_wiki(tmp_path):
 @pytest.mark.parametrize('xml, reason', [
     ('<a><b>', 'no element found'),
     ('<?xml version="1.0" encoding="x"?><a/>', 'unknown encoding'),
-    (f'<a>{" " * 10 ** 6}</a>', 'unpacks to more than')])
+    (f'<a>{" " * 10 ** 6}</a>', 'unpacks to over')])
 def test_broken_wiki(tmp_path, monkeypatch, xml, reason):
     monkeypatch.setattr(cli, 'LARGE', 2 ** 16)
     (tmp_path / 'a.xml.bz2').write_bytes(bz2.compress(xml.encode()))

@@ -105,12 +105,12 @@ def test_where_results_can_go(tmp_path, monkeypatch):
     check_writable(tmp_path / 'link')
     (tmp_path / 'lost').symlink_to('nowhere/r.json')
     for path, reason in {tmp_path: 'it is not a file', '/dev/null': 'it is not a file',
-                         tmp_path / 'nowhere/r.json': f'there is no folder {tmp_path}/nowhere that .*',
-                         tmp_path / 'lost': f'there is no folder {tmp_path}/nowhere that .*'}.items():
+                         tmp_path / 'nowhere/r.json': f'there is no folder {tmp_path}/nowhere to .*',
+                         tmp_path / 'lost': f'there is no folder {tmp_path}/nowhere to .*'}.items():
         with pytest.raises(UserError, match=f'{path} cannot be written: {reason}$'):
             check_writable(path)
     monkeypatch.setattr(os, 'access', lambda *_: False)  # another's folder; root may write everywhere
-    with pytest.raises(UserError, match=f'r.json cannot be written: there is no folder {tmp_path} that you may'):
+    with pytest.raises(UserError, match=f'r.json cannot be written: there is no folder {tmp_path} to write in'):
         check_writable(tmp_path / 'r.json')
 
 
