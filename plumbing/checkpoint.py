@@ -59,14 +59,13 @@ def check_fields(ckpt):
     kinds = FIELDS | RESUME_FIELDS if 'optimizer' in ckpt else FIELDS
     ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
-    s = Settings(**assign_keys(known, Settings)[0])      # one that was not there yet has its default
-    ckpt['settings'] = asdict(s)
+    known, = assign_keys(known, Settings)
+    ckpt['settings'] = asdict(Settings(**known))         # one that was not there yet has its default
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
-        ckpt['rows'] = s.batch_size * s.gradient_accumulation_steps * len(ckpt['ranks'])
         ckpt['data'] = {key: coerce(ckpt['data'][key], kind) for key, kind in PLACE.items()}
         counts += [ckpt['log_bytes'], ckpt['seconds'], *ckpt['data'].values()]
-        counts += [ckpt['rows'] - 1, ckpt['data']['unit'] - 1]           # at least 1
+        counts += [len(ckpt['ranks']) - 1, ckpt['data']['unit'] - 1]     # at least 1
     if not all(0 <= count <= LARGEST for count in counts):
         raise ValueError
     for adapter in ckpt['adapted']:

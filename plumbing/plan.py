@@ -84,12 +84,8 @@ def show_plan(model, s, corpus, data, machine, max_iters, ckpt=None):
     machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {data.noun}, '
                 f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
-    if not ckpt:
-        return
-    if ckpt['rows'] != data.rows:
-        machine.say(f"resume    a step reads {data.rows} windows now, {ckpt['rows']} before; "
-                    'the data continues where it stopped')
-    machine.say(f'resume    from step {it:,}' + ('' if left else ': nothing is left to train'))
+    if ckpt:
+        machine.say(f'resume    from step {it:,}' + ('' if left else ': nothing is left to train'))
 
 
 def describe(model, s, data, machine, steps):

@@ -479,7 +479,7 @@ def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
     assert steps[-1]['windows'] == 104 and len(steps) == 52
     tiny(*plan, '--max_iters=23')
     told = tiny(*plan, '--resume', '--batch_size=5').stdout
-    assert 'resume    a step reads 5 windows now, 2 before; the data continues where it stopped' in told
+    assert 'resume    batch_size was 2, is now 5' in told
     tokens = 32 * 101                                    # 23 steps of 2 windows, 11 of 5
     assert f'plan      34 steps, {tokens / 1000:g}K tokens' in told
     tiny(*plan, '--resume', '--batch_size=4')            # 3 windows are left: no step

@@ -42,13 +42,6 @@ def test_a_folder_or_a_file_is_read(tmp_path):
     assert not model.training and torch.equal(model.wte.weight, ckpt['weights']['wte.weight'])
 
 
-def test_windows_of_a_step(tmp_path):
-    """Of all micro-batches and processes; those of its settings, which may differ from the next run's."""
-    settings = dataclasses.asdict(Settings(batch_size=5, gradient_accumulation_steps=3))
-    torch.save(state(settings=settings, ranks=[{}, {}]), tmp_path / 'ckpt.pt')
-    assert read_checkpoint(tmp_path)['rows'] == 5 * 3 * 2
-
-
 def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match='there is no checkpoint out/moep/ckpt.pt$'):

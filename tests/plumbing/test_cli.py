@@ -110,7 +110,7 @@ def test_where_results_can_go(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f'{path} cannot be written: {reason}$'):
             check_writable(path)
     monkeypatch.setattr(os, 'access', lambda *_: False)  # another's folder; root may write everywhere
-    with pytest.raises(UserError, match=f'r.json cannot be written: there is no folder {tmp_path} to write in'):
+    with pytest.raises(UserError, match=f'r.json cannot be written: there is no folder {tmp_path} to'):
         check_writable(tmp_path / 'r.json')
 
 
