@@ -17,7 +17,6 @@ A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (wei
 counts), log.jsonl (one JSON object per line) and a copy of the tokenizer.
 """
 
-import contextlib
 import math
 import signal
 import sys
@@ -36,7 +35,7 @@ from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
 from plumbing.plan import check_model, check_vocabulary, describe, print_size_only, show_plan, show_sample
 from plumbing.settings import read_settings
-from plumbing.shard import shard_and_recompute, whole_tensor
+from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 
 
 # ---- One step -----------------------------------------------------------------------------------
@@ -52,12 +51,12 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
     for a in range(accumulate):
         m = a * machine.world + machine.rank
         x, y = data.batch(starts[m * s.batch_size:(m + 1) * s.batch_size])
-        last = a == accumulate - 1
-        with contextlib.nullcontext() if machine.world == 1 or last else model.no_sync():
-            with machine.autocast():
-                _, loss, aux = model(x, y, cache=memory[a]) if s.memory else model(x, y)
-            objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
-            (objective / accumulate).backward()
+        if machine.world > 1:
+            sync_gradients(model, a == accumulate - 1)   # once, for all micro-batches
+        with machine.autocast():
+            _, loss, aux = model(x, y, cache=memory[a]) if s.memory else model(x, y)
+        objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
+        (objective / accumulate).backward()
         if s.memory:                            # the next segment reads these keys and values
             recent = slice(-s.memory, None)
             memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]

@@ -3,8 +3,6 @@ Beyond one GPU: activations computed again in backward, models sharded over proc
 checkpoints of which every process writes a part. No model file knows of it.
 """
 
-import contextlib
-import functools
 from collections import UserList
 
 import torch
@@ -130,7 +128,6 @@ def shard(model, machine):
     for name in ('generate', 'routes'):                  # these gather, too
         register_fsdp_forward_method(model, name)
     model.register_forward_pre_hook(hide_cache, with_kwargs=True, prepend=True)
-    model.no_sync = functools.partial(no_sync, model)    # as DistributedDataParallel has it
 
 
 def hide_cache(model, args, kwargs):
@@ -143,14 +140,12 @@ def hide_cache(model, args, kwargs):
     return args, kwargs
 
 
-@contextlib.contextmanager
-def no_sync(model):
-    """Gradients add up in each process, until the last micro-batch."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+def sync_gradients(model, wanted):
+    """Whether the next backward adds up the gradients of all processes."""
+    if hasattr(model, 'set_requires_gradient_sync'):     # FSDP2
+        model.set_requires_gradient_sync(wanted)
+    else:                                                # DistributedDataParallel
+        model.require_backward_grad_sync = wanted
 
 
 def is_sharded(x):
