@@ -119,12 +119,10 @@ def check_model(model, s, data, machine):
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
-        raise UserError('dropout_schedule needs a model that has set_dropout, '
-                        'and a dropout of more than 0')
+        raise UserError('dropout_schedule needs a model that has set_dropout, and dropout above 0')
     for name, value in aux.items():
         if not (isinstance(value, torch.Tensor) and value.dim() == 0):
-            raise UserError(f"{model_file(s.model)}: the auxiliary value '{name}' "
-                            'should be a tensor of one number')
+            raise UserError(f"{model_file(s.model)}: aux['{name}'] must be a tensor of one number")
     for name in s.aux_weights:
         if name not in aux:
             returned = ', '.join(aux) or 'no auxiliary loss'

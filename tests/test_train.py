@@ -805,7 +805,7 @@ def test_an_auxiliary_value_is_one_number(tiny, monkeypatch, value):
         return logits, loss, dict(aux, odd=value)
     monkeypatch.setattr(moep.MoEP, 'forward', forward)
     line = one_line(tiny('--max_iters=2', code=2))
-    assert "the auxiliary value 'odd' should be a tensor of one number" in line
+    assert "aux['odd'] must be a tensor of one number" in line
 
 
 def test_one_run_at_a_time_in_a_folder(tiny, tmp_path):
