@@ -1,5 +1,6 @@
 """Checkpoints: read, checked and built into a model; and where a new run's model starts."""
 
+import difflib
 import inspect
 import os
 import re
@@ -60,7 +61,7 @@ def check_fields(ckpt):
     ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     known, = assign_keys(known, Settings)
-    ckpt['settings'] = asdict(Settings(**known))         # one that was not there yet has its default
+    ckpt['settings'] = asdict(Settings(**known))     # one that was not there yet has its default
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
         ckpt['data'] = {key: coerce(ckpt['data'][key], kind) for key, kind in PLACE.items()}
@@ -140,9 +141,16 @@ def check_adapter(name, args):
 
 def checkpoint_hint(folder):
     files = sorted(p.name for p in folder.glob('ckpt*.pt'))
+    if files:
+        return f"; there are {', '.join(files)}"
+    config = Path('config', f"{folder.as_posix().removeprefix('out/')}.py")
+    if config.exists():
+        return f'; train it first, for example: python train.py {config}'
     runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
-    found = ', '.join(files or runs)
-    return f'; there are {found}' if found else ''
+    near = difflib.get_close_matches(folder.as_posix(), runs, 1, 0.8)
+    if near:
+        return f'; did you mean {near[0]}?'
+    return f"; there are {', '.join(runs)}" if runs else ''
 
 
 def build_model(ckpt, device='cpu', **changes):

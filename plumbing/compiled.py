@@ -25,8 +25,8 @@ def compile_model(model, whole=False):
     functorch.autograd_cache_allow_custom_autograd_functions = True
     options = dict.fromkeys(OFF & {*torch._inductor.list_options()}, False)
     options['unsafe_marked_cacheable_functions'] = CACHED
-    if model.config.vocab_size % 8 == 0:                 # padded products are timed first: a slow start
-        options['shape_padding'] = False                 # (with 50,257 tokens they bring GPT-2 80%)
+    if model.config.vocab_size % 8 == 0:             # padded products are timed first: a slow start
+        options['shape_padding'] = False             # (with 50,257 tokens they bring GPT-2 80%)
     if 'inductor_choices_class' in torch._inductor.list_options():
         options['inductor_choices_class'] = whole_rows
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
@@ -51,9 +51,9 @@ def untraced(compiled):
 
 
 def whole_rows():
-    """Torch's choices, but for one: a kernel that adds up rows of up to 1,024 numbers holds a row as a whole.
-    Otherwise it may store parts of a row and read them back before other threads have stored theirs
-    (triton-lang/triton#10924). That ruined gradients of strong.py's experts (docs/troubleshooting.md)."""
+    """Torch's choices, but for one: a kernel that adds up rows of up to 1,024 numbers holds each row
+    whole. Otherwise it may store a row in parts and read it back before all threads have stored theirs
+    (triton-lang/triton#10924). That ruined gradients of strong.py's experts: docs/arena.md."""
     from torch._inductor.choices import InductorChoices, V
 
     class WholeRows(InductorChoices):

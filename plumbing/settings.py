@@ -307,7 +307,10 @@ def assign_keys(values, *owners):
             raise UserError(f'{key} must be a finite number, at most {LARGEST:g}') from None
         except TypeError:
             kind = kinds[mine][key]
-            name = str(kind).removeprefix('typing.') if typing.get_args(kind) else kind.__name__
+            if typing.get_origin(kind) is Literal:
+                choices = ', '.join(map(str, typing.get_args(kind)))
+                raise UserError(f'{key} = {value!r}; it can be {choices}') from None
+            name = kind if typing.get_args(kind) else kind.__name__
             hint = '; write True or False' if 'bool' in str(kind) else ''
             raise UserError(f'{key} = {value!r} is not of type {name}{hint}') from None
     return given

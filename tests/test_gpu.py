@@ -386,8 +386,8 @@ def test_resumed_is_uninterrupted(run, data_dir, tmp_path):
 
 
 def test_no_compiled_kernel_reads_back_a_row_that_it_writes_in_parts():
-    """Its threads would read what others have not written yet (plumbing/compiled.py, whole_rows). The gradient
-    of this block has such a kernel without the patch: arena/strong_moe's."""
+    """Its threads would read what others have not written yet. Without plumbing/compiled.py's whole_rows, the
+    gradient of config/arena/strong_moe.py's block has such a kernel."""
     from torch._inductor.utils import fresh_cache, run_and_get_code
     machine = Machine('cuda', 'bfloat16')
     config = strong.StrongConfig(vocab_size=512, block_size=512, n_layer=1, n_head=4, n_embd=256, n_expert=8,

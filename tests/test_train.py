@@ -754,7 +754,7 @@ def one_line(done):
     (['--data=nothing'], ['nothing', 'python prepare.py']),
     (['--data=toy_bytes'], ['toy_bytes holds chunks of 9 slots', 'moep reads tokens: prepare it without']),
     (['--dropout_schedule=early'], ['needs a model that has set_dropout']),
-    (['--dropout_schedule=never'], ['never', "'constant', 'early', 'late', 'linear', 'rising'"]),
+    (['--dropout_schedule=never'], ['never', 'it can be constant, early, late, linear, rising']),
     (['--data=babylm'], ['babylm', 'python prepare.py babylm']),
     (['--data=tinystories_neox'], ['python prepare.py tinystories --name tinystories_neox, and the options']),
     (['--data=my_book'], ['python prepare.py text --name my_book']),

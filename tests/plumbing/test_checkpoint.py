@@ -46,6 +46,16 @@ def test_a_checkpoint_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match='there is no checkpoint out/moep/ckpt.pt$'):
         read_checkpoint('out/moep')
+    os.makedirs('config')
+    (tmp_path / 'config' / 'moep.py').touch()
+    with pytest.raises(UserError, match='; train it first, for example: python train.py config/moep.py'):
+        read_checkpoint('out/moep')
+    os.makedirs('out/other')
+    save_file(state(), tmp_path / 'out/other/ckpt.pt')
+    with pytest.raises(UserError, match=r'; did you mean out/other\?$'):
+        read_checkpoint('out/ohter')
+    with pytest.raises(UserError, match='; there are out/other$'):
+        read_checkpoint('out/x')
     os.makedirs('out/moep')
     save_file(state(), tmp_path / 'out/moep/ckpt_1M.pt')
     with pytest.raises(UserError, match='; there are ckpt_1M.pt'):

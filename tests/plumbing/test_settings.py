@@ -111,10 +111,12 @@ class Config:
     assert fitted == dict(widths=[1000, 2], most=3, pair=(1, 2.0), rates=dict(x=1.0), kind='b', on=True)
     assert type(fitted['widths'][0]) is int and assign_keys(dict(most=None), owner) == [dict(most=None)]
     for wrong in (dict(widths=[1.5]), dict(widths=3), dict(most='x'), dict(rates={'x': 'y'}),
-                  dict(kind='c'), dict(on=1), dict(most=True)):
+                  dict(on=1), dict(most=True)):
         with pytest.raises(UserError, match='is not of type') as error:
             assign_keys(wrong, owner)
         assert str(error.value).endswith('; write True or False') == ('on' in wrong)
+    with pytest.raises(UserError, match="kind = 'c'; it can be a, b$"):
+        assign_keys(dict(kind='c'), owner)
 
 
 @pytest.mark.parametrize('value', ['float("nan")', '1e999', '-1e999', '1e13', '10**13', '[1e999]'])
