@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.models import explain, make_config, model_file
-from plumbing.settings import read_settings
+from plumbing.settings import read_config, read_settings
+from tools.routers import choices, find_routers, watch_outputs
 
 
 def same(a, b):
@@ -44,16 +45,6 @@ def rebuild(module, model, **changes):
     return other.eval()
 
 
-def choices(model, x):
-    """{router: choices (N, K)}, if it returns (gates, choices, losses) as docs/routers.md says"""
-    found = {}
-    for name, part in model.named_modules():
-        if name.endswith('router'):
-            part.register_forward_hook(lambda _, __, out, name=name: found.update({name: out}))
-    model.features(x)
-    return {name.removesuffix('.router'): out[1] for name, out in found.items() if len(out) == 3}
-
-
 def train(model, seed):
     """Three steps -> their losses, and the logits that the model then has in eval mode."""
     torch.manual_seed(seed)
@@ -70,6 +61,7 @@ def train(model, seed):
 
 def builds(module, model, x, y):
     """the model can be built and run: without that, there is nothing to check"""
+    watch_outputs(model)
     assert len(model(x)) == 3, 'forward() does not return (logits, loss, aux)'
 
 
@@ -136,7 +128,8 @@ def batched(module, model, x, y):
 
 def repeats(module, model, x, y):
     """two passes in eval mode are equal"""
-    assert same(model(x)[0], model(x)[0]), 'two passes in eval mode differ; is noise drawn there?'
+    assert same(model(x)[0], model(x)[0]), \
+        'two passes in eval mode differ; is noise drawn there, or a buffer written?'
 
 
 def rebuilds(module, model, x, y):
@@ -162,7 +155,8 @@ def routes(module, model, x, y):
         for name, most in took.items():
             assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
                 f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'
-    return None if found else 'routes() is {}: nothing is chosen'
+    names = {type(router).__name__ for router in find_routers(model).values()}
+    return ('ok', ': '.join([*names, routes.__doc__])) if found else ('-', 'nothing is chosen')
 
 
 def gradients(module, model, x, y):
@@ -188,7 +182,7 @@ def resume(module, model, x, y):
 def sparse(module, model, x, y):
     """sparse=True and sparse=False have the same logits and gradients"""
     if not hasattr(model.config, 'sparse'):
-        return "the config has no field 'sparse'"
+        return '-', "the config has no field 'sparse'"
     other = rebuild(module, model, sparse=not model.config.sparse)
     assert same(model(x)[0], other(x)[0]), 'logits differ with sparse=True and sparse=False'
     (model(x, y)[1] + other(x, y)[1]).backward()
@@ -213,8 +207,9 @@ def run_check(check, module, config):
         model = module.Model(deepcopy(config)).eval()
         for p in model.parameters():
             p.data.add_(0.05 * torch.randn_like(p))
-        reason = check(module, model, *batch(config))
-        return ('-', reason) if reason else ('ok', check.__doc__)
+        return check(module, model, *batch(config)) or ('ok', check.__doc__)
+    except UserError as e:
+        return 'WRONG', str(e)
     except Exception as e:
         mine = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == module.__file__]
         place = f'{Path(module.__file__).name}:{mine[-1].lineno}' if mine else ''
@@ -228,9 +223,14 @@ def main():
     parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
     name = '.'.join(Path(args.model.removesuffix('.py')).parts)
+    if name.startswith('config.'):
+        raise UserError(f'{args.model} is a config: name its model file, such as arena/mine.py')
     toy = f"config/arena/toy/{name.removeprefix('arena.')}.py"
     paths = [f'config/{name}.py', toy, toy.replace('/toy/', '/toy/router_')]
     given = [args.config] if args.config else [path for path in paths if Path(path).exists()][:1]
+    for config in given:
+        if (other := read_config(config).get('model')) != name:
+            raise UserError(f"{config} has model = {other!r}, not '{name}'")
     s, module, keys = read_settings([*given, *extra, f'--model={name}'])
     if s.init_from:
         raise UserError(f"{' '.join(given)} starts from another run; check builds fresh models")

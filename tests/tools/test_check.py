@@ -269,9 +269,35 @@ def test_what_reads_sparse(patched):
         assert check.run_check(check.sparse, module, module.Config(**SMALL, n_parallel=0))[0] == verdict
 
 
-TWO_VALUES = """
-    def forward(self, x_ND):
-        return super().forward(x_ND)[:2]"""
+@pytest.mark.parametrize('base', ['moep', 'moduleformer'])
+@pytest.mark.parametrize('line, shapes', [
+    ('return gates, choices', '(48, 2), (48, 2)'),
+    ('gates = gates.repeat(1, 2)', '(48, 4), (48, 2), ()'),
+    ('gates, choices = gates[:, :1], choices[:, :1]', '(48, 1), (48, 1), ()')],
+    ids=['two values', 'gates of all', 'too few'])
+def test_a_router_that_returns_the_wrong_thing(router, base, line, shapes):
+    """It is named before the model fails over it."""
+    found = check.run_check(check.builds, *router(base, changed(line)))
+    assert found == ('WRONG', f'MyRouter.forward returned shapes {shapes}; it must return gates and choices, '
+                              'both (N, top_k) = (48, 2), and a loss (docs/routers.md)')
+
+
+def test_the_router_is_named(load):
+    """A misspelt `router = MyRouter` would go unnoticed: the model would take its own."""
+    text = ROUTER.format(base='moep', model='MoEP', body='    pass')
+    for line, name in (('router =', 'MyRouter'), ('rooter =', 'Router')):
+        module = load(text.replace('router =', line))
+        verdict, said = check.run_check(check.routes, module, module.Config(**MOEP))
+        assert verdict == 'ok' and said.startswith(f"{name}: a token's choices differ")
+
+
+def test_a_buffer_that_is_written_in_eval_mode(patched):
+    counted = counting(BUFFER)
+    module = patched('moep', counted[0], counted[1].replace('if self.training', 'if True'))
+    found = check.run_check(check.repeats, module, module.Config(**MOEP))
+    assert found == ('WRONG', 'two passes in eval mode differ; is noise drawn there, or a buffer written?')
+
+
 WRONG_LOSS = """
     def forward(self, x_ND):
         return *super().forward(x_ND)[:2], self.balance_loss(x_ND, None)"""
@@ -287,10 +313,10 @@ def line_of(path, text):
 
 
 @pytest.mark.parametrize('body, file, line, error', [
-    (TWO_VALUES, 'moep.py', 'gate_NK, choice_NK, balance = self.router', 'ValueError: not enough values'),
+    (changed('losses = None'), 'moep.py', 'block_balance = block_balance + balance', 'TypeError: '),
     (WRONG_LOSS, 'mine.py', 'self.balance_loss', 'TypeError: scatter()'),
     (NO_SUPER, 'mine.py', 'self.linear', 'AttributeError: cannot assign module before')],
-    ids=['two values', 'wrong loss', 'no super().__init__()'])
+    ids=['no loss', 'wrong loss', 'no super().__init__()'])
 def test_a_model_that_does_not_run_is_told_once(run, monkeypatch, tmp_path, router, body, file, line, error):
     """By the last line of the user's own file; if there is none, by that of another model file."""
     module, _ = router('moep', body)
@@ -342,7 +368,7 @@ def test_a_config_of_the_same_name_comes_first(run, monkeypatch, tmp_path):
     toy = tmp_path / 'config/arena/toy'
     toy.mkdir(parents=True)
     for file in ('router_sigmoid.py', 'sigmoid.py', 'other.py'):
-        (toy / file).write_text('n_embd = 12\nn_parallel = 0\n')
+        (toy / file).write_text("model = 'arena.sigmoid'\nn_embd = 12\nn_parallel = 0\n")
     for args, file in (([], 'sigmoid.py'), (['--config', 'config/arena/toy/other.py'], 'other.py')):
         said = run('tools.check', 'arena.sigmoid', *args, cwd=tmp_path, here=True).stdout
         assert said == f'arena/sigmoid.py with config/arena/toy/{file}\n'
@@ -354,6 +380,9 @@ def test_a_config_of_the_same_name_comes_first(run, monkeypatch, tmp_path):
     (['nothing'], 'there is no model file nothing.py; there are: moduleformer, moep'),
     (['nothing'], ', and those in arena/'),
     (['arena.sigmiod'], 'there is no model file arena/sigmiod.py; did you mean arena.sigmoid?'),
+    (['arena/bias.py', '--config=config/arena/toy/router_sigmoid.py'],
+     "config/arena/toy/router_sigmoid.py has model = 'arena.sigmoid', not 'arena.bias'"),
+    (['config/arena/toy/moep.py'], 'config/arena/toy/moep.py is a config: name its model file, such as'),
     (['moep', '--n_blok=3'], 'n_block'),
     (['moduleformer', '--config=config/moduleformer_lifelong.py'], 'starts from another run')])
 def test_mistakes(run, args, message):

@@ -1,0 +1,35 @@
+"""
+The routers of a model, for tools.check. A model whose class names the class of its routers (`router`:
+moep.py, moduleformer.py, strong.py, arena/) has routers that return gates, choices and a loss.
+"""
+
+from plumbing.cli import UserError
+
+
+def find_routers(model):
+    """{name: router}"""
+    kind = getattr(model, 'router', ())
+    return {name: part for name, part in model.named_modules() if isinstance(part, kind)}
+
+
+def choices(model, x):
+    """{name without .router: choices (N, K)}"""
+    found = {}
+    for name, router in find_routers(model).items():
+        name = name.removesuffix('.router')
+        router.register_forward_hook(lambda _, __, out, name=name: found.update({name: out[1]}))
+    model.features(x)
+    return found
+
+
+def watch_outputs(model):
+    """A router that returns the wrong thing is told as such, before the model fails over it."""
+    def look(router, args, out):
+        size = len(args[0]), model.config.top_k
+        given = [tuple(getattr(each, 'shape', ())) for each in out]
+        if len(given) != 3 or given[:2] != [size, size]:
+            raise UserError(
+                f"{type(router).__name__}.forward returned shapes {', '.join(map(str, given[:4]))}; it must "
+                f'return gates and choices, both (N, top_k) = {size}, and a loss (docs/routers.md)')
+    for router in find_routers(model).values():
+        router.register_forward_hook(look)
