@@ -3,7 +3,7 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
     python -m tools.arena config/arena/*.py                          # track toy: a laptop
     python -m tools.arena config/arena/*.py --track baby             # BabyLM-style text: one GPU
-    python -m tools.arena moep --sweep learning_rate=3e-4,1e-3,3e-3  # config/arena/toy/moep.py
+    python -m tools.arena moep --sweep learning_rate=2e-3,4e-3,8e-3  # config/arena/toy/moep.py
     python -m tools.arena --table                                    # only make the tables again
 
 An entry is a config: config/arena/NAME.py for the track baby, config/arena/toy/NAME.py for toy. Or
@@ -13,16 +13,16 @@ seed, eval_blimp.py scores it, and a small file TRACK/NAME_SEED.json in --result
 What has its file is not run again. After a kill, the same command continues from the last checkpoint.
 """
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import prepare
 from plumbing.cli import Parser, UserError, between, parse_json, run_main, write_json
-from plumbing.models import ROOT
+from plumbing.models import ROOT, model_file
 from plumbing.settings import read_config, read_settings
-from tools.entries import check_kept, find_entries, identify, read_kept, read_run, saved_entry
+from tools.entries import (
+    check_kept, find_entries, identify, read_kept, read_run, saved_entry, split_values)
 from tools.leaderboard import MODES, SEEDS, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
@@ -42,10 +42,10 @@ def call(script, *args):
     except BaseException:
         process.terminate()
         process.wait()
-        print('stopped; run the same command again to continue', flush=True)
+        print('the arena stopped; to continue, repeat its command, without --resume', flush=True)
         raise
     if code:
-        raise UserError(f'{script} ended with exit code {code}')
+        raise UserError(f'{script} ended with exit code {code}; its message is above')
 
 
 def train(stages, entry, out, seed, data_dir, setting=None):
@@ -115,21 +115,21 @@ def find_fault(name, stages, track):
 
 
 def race(entries, args):
-    """Every entry with the first seed, then with the next -> what failed. The others still run."""
+    """Every entry with seed 1, then with the next. The others still run if one fails -> those that
+    failed, and messages about changed code."""
     results, runs = args.results / args.track, args.out / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
-    failed, left, new = [], [], []
+    failed, changed, left, new = [], [], [], []
     for name, stages in entries.items():
         entry = identify(stages)
-        made = []
-        more = []
+        files, made, more = [], [], []
         for seed in range(1, SEEDS + 1):                 # the tables show all that there are
             file, out = results / f'{name}_{seed}.json', runs / f'{name}_{seed}'
+            files += [file, out]
             made += [read_kept(file), saved_entry(out)]
             if seed <= args.seeds and not file.exists():
                 more.append((seed, name, entry, file, out))
-        seeds = f'{name}_{{1..{SEEDS}}}'                 # the shell lists them
-        check_kept(entry, made, more, f'{results}/{seeds}.json {runs}/{seeds}')
+        changed += check_kept(name, entry, made, more, files)
         if not any(made):
             new.append(name)
         left += more
@@ -146,31 +146,22 @@ def race(entries, args):
             failed.append(fault)
             left = [run for run in left if run[1] != name]
     for number, (seed, name, entry, file, out) in enumerate(left, 1):
-        print(f'\n==== {number} of {len(left)}: {name}, seed {seed}', flush=True)
+        model = model_file(entry['configs'][-1]['model'])
+        print(f'\n==== {number} of {len(left)}: {name} ({model}), seed {seed}', flush=True)
         try:
             folder, result = train(entries[name], entry, out, seed, args.data_dir)
             result |= score_pairs(folder, pairs)
         except UserError as error:
-            failed.append(f'{name} with seed {seed}: {error}')
+            failed.append(f'{name} with seed {seed}: {error}; the same command tries again')
             continue
         if not classes(result, args.track):              # stages, or another number of tokens
             print(f'{name} is in neither class, or not within the budget: it is in no table')
         write_json(file, result)
-    return failed
-
-
-def split_values(text):
-    """At the commas outside of brackets: dict(a=1,b=2),dict(a=3,b=4) are two values."""
-    source = f'[{text}]'
-    try:
-        values = ast.parse(source, mode='eval').body.elts
-    except (SyntaxError, AttributeError):
-        raise UserError(f'--sweep: {text} is not a list of values, such as 1e-3,3e-3') from None
-    return [ast.get_source_segment(source, value) for value in values]
+    return failed, changed
 
 
 def sweep(entries, args):
-    """One seed and a third of the steps for each value of a setting -> what failed."""
+    """One seed and a third of the steps for each value of a setting -> as race()."""
     key, _, values = args.sweep.partition('=')
     key = key.replace('-', '_')
     if key in FIXED:
@@ -181,7 +172,7 @@ def sweep(entries, args):
             s, _, keys = read_settings([str(stages[-1]), f'--{key}={value}'])
             wanted[f'{key}={(vars(s) | keys)[key]}'] = None
     need_data(args)
-    failed = []
+    failed, changed = [], []
     runs = args.out / args.track / 'sweeps'
     for name, stages in entries.items():
         file = args.results / args.track / 'sweeps' / f'{name}.json'
@@ -190,7 +181,7 @@ def sweep(entries, args):
         made = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
         made += [saved_entry(runs / f'{name}_{setting}') for setting in wanted]
         left = [setting for setting in wanted if setting not in found]
-        check_kept(entry, made, left, f'{file} {runs}/{name}_{key}=*')
+        changed += check_kept(name, entry, made, left, [file, *runs.glob(f'{name}_{key}=*')])
         if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):
             failed.append(fault)
             continue
@@ -199,13 +190,13 @@ def sweep(entries, args):
             try:
                 _, result = train(stages, entry, runs / f'{name}_{setting}', 1, args.data_dir, setting)
             except UserError as error:
-                failed.append(f'{name} with {setting}: {error}')
+                failed.append(f'{name} with {setting}: {error}; the same command tries again')
                 continue
             found[setting] = result
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)
-        show_sweep(name, key, found)
-    return failed
+        show_sweep(name, key, found, stages)
+    return failed, changed
 
 
 # ---- The command line ---------------------------------------------------------------------------
@@ -234,14 +225,17 @@ def main():
     known = {track: read_results(track, args.results) for track in TRACKS}     # none is broken
     if args.table and not known[args.track]:
         raise UserError(f'{args.results} has no results of the track {args.track}')
-    failed = sweep(entries, args) if args.sweep else race(entries, args)
-    if not args.sweep:
+    failed, changed = sweep(entries, args) if args.sweep else race(entries, args)
+    is_new = read_results(args.track, args.results) != known[args.track]
+    if not args.sweep and (is_new or not failed):        # old tables would hide what failed
         few = entries if len(entries) <= 5 else []       # of many, the tables say enough
         show(args.track, args.results, few)
         if args.results.resolve() == RESULTS:
             call('docs/results/tables.py')               # docs/arena.md
+    for message in changed:
+        print(message)
     if failed:
-        raise UserError(f"not finished: {'; '.join(failed)}; the same command tries again")
+        raise UserError(f"not finished: {'; '.join(failed)}")
 
 
 if __name__ == '__main__':

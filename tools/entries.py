@@ -6,6 +6,8 @@ results were saved.
 import ast
 import io
 import json
+import os
+import shlex
 import statistics
 import tokenize
 import zlib
@@ -62,6 +64,8 @@ def check_entry(config, earlier, alone, track):
     """Whether it keeps the rules of the track, before anything is trained. A stage starts from earlier
     ones."""
     rules = TRACKS[track]
+    if 'model' not in read_config(config):               # train.py would take moep.py
+        raise UserError(f"{config} names no model: add a line such as model = 'arena.mine'")
     s, module, keys = read_settings([str(config)])
     trained, scored = named_sets(s)
     if {*trained, *scored} != {rules['data']}:
@@ -92,6 +96,16 @@ def check_entry(config, earlier, alone, track):
     if not classes(count, track):
         raise UserError(f"{config} reads {count['tokens'] / 1e6:.2f}M tokens; "
                         f"the track {track} has {rules['tokens'] / 1e6:g}M")
+
+
+def split_values(text):
+    """At the commas outside of brackets: dict(a=1,b=2),dict(a=3,b=4) are two values."""
+    source = f'[{text}]'
+    try:
+        values = ast.parse(source, mode='eval').body.elts
+    except (SyntaxError, AttributeError):
+        raise UserError(f'--sweep: {text} is not a list of values, such as 1e-3,3e-3') from None
+    return [ast.get_source_segment(source, value) for value in values]
 
 
 # ---- What was made before -----------------------------------------------------------------------
@@ -167,14 +181,18 @@ def saved_entry(run):
     return read_kept(run / 'entry.json') if any(run.rglob('ckpt.pt')) else {}
 
 
-def check_kept(entry, made, left, where):
+def check_kept(name, entry, made, left, files):
     """Compare an entry with the results and unfinished runs it already has. A changed config is an error.
     Changed code is an error if runs are left, since two versions would share a row; otherwise it is a
-    message. (Older results have no checksum.)"""
+    message -> a list of them. (Older results have no checksum.)"""
     for key, what in dict(configs='config', checksum='code').items():
         if all(each.get(key, entry[key]) == entry[key] for each in made):
             continue
-        changed = f'the {what} has changed since this entry ran'
+        changed = f'{name}: its {what} has changed since it ran'
+        rename = 'give the new one another name, or delete the old results'
+        command = shlex.join(['rm', '-rf', *[os.path.relpath(file) for file in files if file.exists()]])
         if left or key == 'configs':
-            raise UserError(f'{changed}: rename the config, or delete the old results: rm -rf {where}')
-        print(f'{changed}; to run it again, delete the old results: rm -rf {where}')
+            print(command)                               # a line of its own, since errors are cut short
+            raise UserError(f'{changed}: {rename}, with the command above')
+        return [f'{changed}, and what is shown is of the old code; {rename}: {command}']
+    return []

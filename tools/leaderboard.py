@@ -20,6 +20,8 @@ MODES = ('harness', 'babylm2025')        # of eval_blimp.py
 SEEDS = 100                              # of an entry, at most
 SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
           'bits_per_byte', *MODES)
+SHOWN = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'BLiMP `harness`',
+         'against the dense entry')      # the columns in a terminal
 SURE = 0.01                              # a difference counts if p is less
 
 
@@ -83,7 +85,7 @@ def spread(values, digits=1):
 
 
 def verdict(mine, dense):
-    """Bits per byte against the dense entry's."""
+    """Bits per byte against another entry's, mostly the dense one's."""
     if not dense:                                        # there may be none yet
         return '-'
     if min(len(mine), len(dense)) < 2:
@@ -125,28 +127,37 @@ def table(track, key, results):
 
 
 def show(track, results, named):
-    """Both tables; then, in short, where the entries stand that were named, and the dense one."""
+    """Both tables, with a mark at the entries that were named; then, in short, where these stand,
+    and the dense one. If two were named, they are also compared with each other."""
     lines = []
     for key, title in CLASSES.items():
-        rows = [*table(track, key, results)]
+        head, *ranked = table(track, key, results)
+        columns = [head.index(name) for name in SHOWN]
+        rows = []
+        for row in (head, *ranked):
+            mark = '> ' if row[0] in named else '  '
+            rows.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
         widths = [max(map(len, column)) for column in zip(*rows)]
         print(f'\n{title}')
         for row in rows:
             print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-        head, *ranked = rows
-        is_in = any(row[0] in named for row in ranked)   # else the dense one says nothing
+        is_in = [name for name in named if name in [row[0] for row in ranked]]
         for place, row in enumerate(ranked, 1):
             name, bits, against = row[0], row[head.index('bits per byte')], row[-1]
             if name in named or is_in and against == 'the dense entry':
                 where = f'{title}, {place} of {len(ranked)}'
                 lines.append(f'{where}: {name}, {bits} bits per byte, {against}')
+        if len(is_in) == 2:
+            found = read_results(track, results)
+            mine, other = [[seed['bits_per_byte'] for seed in found[name].values()] for name in is_in]
+            lines.append(f'{title}: {is_in[0]} against {is_in[1]}: {verdict(mine, other)}')
     if lines:
         print('', *lines, sep='\n')
 
 
-def show_sweep(name, key, found):
-    """The values that were tried, the best first. If that is the lowest or the highest, a better one
-    may lie beyond."""
+def show_sweep(name, key, found, stages):
+    """The values that were tried, the best first, and what to do next. If the best is the lowest or
+    the highest, a better one may lie beyond."""
     losses = {}
     for setting, result in found.items():
         if setting.startswith(f'{key}='):
@@ -162,3 +173,7 @@ def show_sweep(name, key, found):
         print(f'{name:24} the highest is the best: try also {key}={2 * best:g}')
     elif others and 0 < best < min(others):
         print(f'{name:24} the lowest is the best: try also {key}={best / 2:g}')
+    elif others:
+        configs = ' and '.join(map(str, stages))
+        print(f'{name:24} write {key} = {best:g} into {configs}; then race: '
+              'this command without --sweep')

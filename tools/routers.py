@@ -1,6 +1,6 @@
 """
-The routers of a model, for tools.check. A model whose class names the class of its routers (`router`:
-moep.py, moduleformer.py, strong.py, arena/) has routers that return gates, choices and a loss.
+The routers of a model, for tools.check. If the model's class names the class of its routers, as in
+moep.py, moduleformer.py, strong.py and arena/, they return gates, choices and a loss.
 """
 
 from plumbing.cli import UserError
@@ -28,8 +28,9 @@ def watch_outputs(model):
         size = len(args[0]), model.config.top_k
         given = [tuple(getattr(each, 'shape', ())) for each in out]
         if len(given) != 3 or given[:2] != [size, size]:
+            shapes = ', '.join(map(str, given[:4]))
             raise UserError(
-                f"{type(router).__name__}.forward returned shapes {', '.join(map(str, given[:4]))}; it must "
-                f'return gates and choices, both (N, top_k) = {size}, and a loss (docs/routers.md)')
+                f'{type(router).__name__}.forward returned shapes {shapes}; it must return gates '
+                f'and choices, both (N, top_k) = {size}, and a loss (docs/routers.md)')
     for router in find_routers(model).values():
         router.register_forward_hook(look)

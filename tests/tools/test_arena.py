@@ -111,14 +111,14 @@ def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
     track.clear()
     text = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
     assert track == scripts(('mine', 'mine_1'), ('gpt2', 'gpt2_2'), ('mine', 'mine_2'))
-    assert '1 of 3: mine, seed 1' in text
+    assert '1 of 3: mine (moep.py), seed 1' in text
     track.clear()
     last = go('toy/gpt2.py', 'mine.py', '--seeds=2').stdout
     tables = go('--table').stdout
-    assert track == [] and last.startswith(tables)
+    assert track == [] and last.replace('> ', '  ').startswith(tables)
     _, title, head, *rows, _, other, same_head = tables.splitlines()
     assert [title, other] == ['Equal parameters', 'Equal FLOPs per token']       # none is in the other
-    assert head.split() == same_head.split() and head.startswith('entry')
+    assert head.split() == same_head.split() and head.startswith('  entry')
     assert [row.split()[:2] for row in rows] == [['gpt2', '2'], ['mine', '2']]
     assert rows[0].endswith('the dense entry') and rows[1].endswith('open, p = 1')
 
@@ -151,7 +151,7 @@ arena.run_main(arena.main)"""
         time.sleep(0.02)
     process.terminate()
     last = process.communicate()[0].splitlines()[-1]
-    assert process.returncode == 143 and last == 'stopped; run the same command again to continue'
+    assert process.returncode == 143 and last.startswith('the arena stopped; to continue, ')
     assert (log.parent / 'ckpt.pt').exists() and not any(tmp_path.glob('r/toy/*'))
     go('toy/long.py', '--seeds=1')
     lines = [json.loads(line) for line in open(log)]
@@ -160,8 +160,8 @@ arena.run_main(arena.main)"""
     assert (tmp_path / 'r/toy/long_1.json').exists()
 
 
-CHANGED = 'has changed since this entry ran'
-DELETE = 'delete the old results: rm -rf r/toy/mine_{1..100}.json out/arena/toy/mine_{1..100}'
+CHANGED = 'has changed since it ran'
+RENAME = 'give the new one another name, or delete the old results'
 
 
 def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
@@ -171,21 +171,25 @@ def test_a_changed_entry_is_not_mixed_with_what_it_was(track, go, tmp_path):
     config.write_text('# only a comment\n' + TINY)
     go('mine.py', '--seeds=1')
     config.write_text(TINY.replace('1e-2', '1e-3'))
-    refused = f'the config {CHANGED}: rename the config, or {DELETE}'
-    assert refused in go('mine.py', code=2).stderr
+    refused = f'mine: its config {CHANGED}: {RENAME}, with the command above'
+    done = go('mine.py', code=2)
+    assert refused in done.stderr and done.stdout == 'rm -rf r/toy/mine_1.json out/arena/toy/mine_1\n'
     (tmp_path / 'r/toy/mine_1.json').unlink()
-    assert refused in go('mine.py', '--seeds=1', code=2).stderr
+    done = go('mine.py', '--seeds=1', code=2)
+    assert refused in done.stderr and done.stdout == 'rm -rf out/arena/toy/mine_1\n'
     assert track == scripts(('mine', 'mine_1'))
 
 
-@pytest.mark.skipif(not shutil.which('bash'), reason='there is no bash here')
-def test_the_command_deletes_all_seeds_of_this_entry(tmp_path):
-    others = [tmp_path / f'r/toy/{name}' for name in ('mine_2x_1.json', 'mine_flops_1.json')]
-    for path in (*others, tmp_path / 'r/toy/mine_7.json', tmp_path / 'out/arena/toy/mine_12/ckpt.pt'):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    subprocess.run(['bash', '-c', DELETE.partition(': ')[2]], cwd=tmp_path, check=True)
-    assert sorted(tmp_path.glob('r/toy/*')) == others and not any(tmp_path.glob('out/arena/toy/*'))
+def test_the_command_deletes_all_seeds_of_this_entry(track, go, tmp_path):
+    """Every shell can read it; all that it names is there."""
+    entry = json.dumps(entries.identify([tmp_path / 'toy/mine.py']) | dict.fromkeys(leaderboard.SCORES, 1.0))
+    for name in ('mine_2x_1', 'mine_flops_1', 'mine_7', 'mine_100'):
+        (tmp_path / 'r/toy').mkdir(parents=True, exist_ok=True)
+        (tmp_path / f'r/toy/{name}.json').write_text(entry)
+    (tmp_path / 'out/arena/toy/mine_12').mkdir(parents=True)
+    (tmp_path / 'toy/mine.py').write_text(TINY.replace('1e-2', '1e-3'))
+    told = go('mine.py', f'--results={tmp_path}/r', code=2).stdout
+    assert told == 'rm -rf r/toy/mine_7.json out/arena/toy/mine_12 r/toy/mine_100.json\n'
 
 
 @pytest.mark.parametrize('imports', ['from arena.parts import x', 'from arena import parts',
@@ -240,20 +244,24 @@ def code(track, tmp_path, monkeypatch):
 
 
 def test_changed_code_is_told(track, go, code):
-    """If nothing is left to run, results stay, with a line about it; a comment is no change."""
+    """If nothing is left to run, results stay, with a line about it at the end; a comment is no change."""
     go('mine.py', '--seeds=2')
     go('mine.py', '--sweep=learning_rate=1e-3')
     code.write_text('"""Parts."""\nx = 1    # one\n')
     assert 'code' not in go('mine.py', '--seeds=2').stdout
     code.write_text('x = 2\n')
-    assert go('mine.py', '--seeds=2').stdout.count(f'the code {CHANGED}; to run it again, {DELETE}') == 1
-    assert 'the code has changed' in go('mine.py', '--sweep=learning_rate=1e-3').stdout
+    told = f'mine: its code {CHANGED}, and what is shown is of the old code; {RENAME}: rm -rf'
+    files = 'r/toy/mine_1.json out/arena/toy/mine_1 r/toy/mine_2.json out/arena/toy/mine_2'
+    text = go('mine.py', '--seeds=2').stdout
+    assert text.endswith(f'\n{told} {files}\n') and text.count(CHANGED) == 1
+    files = 'r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=0.001'
+    assert go('mine.py', '--sweep=learning_rate=1e-3').stdout.endswith(f'\n{told} {files}\n')
     assert len(track) == 7
 
 
 def test_other_code_is_not_mixed(track, go, code, tmp_path):
     """Neither with seeds that have run, asked for or not, nor with a run that was interrupted."""
-    refused = f'the code {CHANGED}: rename the config, or {DELETE}'
+    refused = f'mine: its code {CHANGED}: {RENAME}, with the command above'
     go('mine.py', '--seeds=2')
     code.write_text('x = 2\n')
     assert refused in go('mine.py', '--seeds=3', code=2).stderr
@@ -268,8 +276,7 @@ def test_other_code_is_not_mixed(track, go, code, tmp_path):
 
 
 def test_other_code_is_not_mixed_in_a_sweep(track, go, code, tmp_path):
-    refused = (f'the code {CHANGED}: rename the config, or delete the old results: '
-               'rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=*')
+    refused = f'mine: its code {CHANGED}: {RENAME}, with the command above'
     go('mine.py', '--sweep=learning_rate=1e-3')
     code.write_text('x = 2\n')
     assert refused in go('mine.py', '--sweep=learning_rate=1e-3,3e-3', code=2).stderr
@@ -280,9 +287,9 @@ def test_other_code_is_not_mixed_in_a_sweep(track, go, code, tmp_path):
     assert refused in go('mine.py', '--sweep=learning_rate=1e-3', code=2).stderr
 
 
-def test_older_results_have_no_checksum(capsys):
-    entries.check_kept(dict(configs=[1], checksum=2), [dict(configs=[1]), {}], ['a run'], 'there')
-    assert capsys.readouterr().out == ''
+def test_older_results_have_no_checksum():
+    entry = dict(configs=[1], checksum=2)
+    assert entries.check_kept('mine', entry, [dict(configs=[1]), {}], ['a run'], []) == []
 
 
 def test_a_stage_that_was_saved_is_a_run_that_began(tmp_path):
@@ -298,6 +305,7 @@ def test_an_entry_that_fails_does_not_stop_the_others(track, go, tmp_path):
     (tmp_path / 'toy/bad.py').write_text(TINY + "aux_weights = dict(nothing=1.0)\n")
     text = go('toy/bad.py', 'toy/mine.py', '--seeds=1', code=2).stderr
     assert 'not finished: bad with seed 1' in text and "names 'nothing'" in text
+    assert text.endswith('; the same command tries again\n')
     assert [path.name for path in tmp_path.glob('r/toy/*')] == ['mine_1.json']
     (tmp_path / 'toy/bad.py').write_text(TINY)
     go('toy/bad.py', '--seeds=1')
@@ -318,10 +326,12 @@ def test_a_faulty_entry_is_refused(two_heads, track, go):
     """It is checked once, before anything trains; corrected, it runs under its name."""
     done = go('bad.py', 'mine.py', '--seeds=2', code=2)
     assert track == scripts(('mine', 'mine_1'), ('mine', 'mine_2'))
-    assert ('not finished: bad is refused: python -m tools.check moep --config toy/bad.py says why; '
-            'the same command') in done.stderr
+    told = 'not finished: bad is refused: python -m tools.check moep --config toy/bad.py says why\n'
+    assert done.stderr.endswith(told) and 'Equal parameters' in done.stdout
     assert done.stdout.count('bad is new: tools.check') == done.stdout.count('mine is new: tools.check') == 1
-    assert done.stdout.index('mine is new') < done.stdout.index('==== 1 of 2: mine, seed 1')
+    assert done.stdout.index('mine is new') < done.stdout.index('==== 1 of 2: mine (moep.py), seed 1')
+    done = go('bad.py', code=2)
+    assert done.stderr.endswith(told) and 'Equal' not in done.stdout     # tables would hide what is wrong
     two_heads.write_text(TINY)
     go('bad.py', '--seeds=1')
 
@@ -356,7 +366,7 @@ def test_a_tool_is_called_as_a_user_would(monkeypatch):
     fake = lambda command, **_: started.append(command) or SimpleNamespace(wait=lambda: len(started) - 1)
     monkeypatch.setattr(arena.subprocess, 'Popen', fake)
     arena.call('train.py', Path('a'))
-    with pytest.raises(UserError, match='tools.check ended with exit code 1'):
+    with pytest.raises(UserError, match='tools.check ended with exit code 1; its message is above'):
         arena.call('tools.check', 'b')
     assert started == [[sys.executable, ROOT / 'train.py', 'a'], [sys.executable, '-m', 'tools.check', 'b']]
 
@@ -387,10 +397,14 @@ def test_few_entries_are_repeated(track, go, tmp_path):
     tables = go('--table').stdout
     assert go(*[f'{name}.py' for name in names], '--seeds=1').stdout == tables
     bits = json.loads((tmp_path / 'r/toy/mine_1.json').read_text())['bits_per_byte']
-    assert go('mine3.py', 'mine1.py', '--seeds=1').stdout.removeprefix(tables).splitlines() == [
+    text = go('mine3.py', 'mine1.py', '--seeds=1').stdout
+    marked = [line.split()[1] for line in text.splitlines() if line.startswith('> ')]
+    assert marked == ['mine1', 'mine3']
+    assert text.replace('> ', '  ').removeprefix(tables).splitlines() == [
         '',
         f'Equal parameters, 2 of 7: mine1, {bits:.4f} bits per byte, -',         # no entry is dense
-        f'Equal parameters, 4 of 7: mine3, {bits:.4f} bits per byte, -']
+        f'Equal parameters, 4 of 7: mine3, {bits:.4f} bits per byte, -',
+        'Equal parameters: mine3 against mine1: one seed: no test']
 
 
 def test_where_results_go(track, go, tmp_path, monkeypatch):
@@ -509,8 +523,9 @@ def test_a_sweep(track, go, tmp_path):
     config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
     go('mine.py', '--sweep=learning_rate=3e-2')
     config.write_text(TINY.replace('dropout = 0.0', 'dropout = 0.1'))
-    told = 'rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=*'
-    assert told in go('mine.py', '--sweep=learning_rate=3e-2', code=2).stderr
+    told = go('mine.py', '--sweep=learning_rate=3e-2', code=2).stdout
+    assert told.startswith('rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=')
+    assert told.count('learning_rate=') == 3
     assert len(track) == 3
 
 
@@ -553,13 +568,15 @@ def test_values_are_read_before_data_is_made(track, go, tmp_path):
 @pytest.mark.parametrize('losses, told', [
     ({'0.002': 2.0, '0.004': 1.5, '0.008': 1.0}, 'mine the highest is the best: try also rate=0.016'),
     ({'0.002': 1.0, '0.004': 2.0, '1e-05': 0.5}, 'mine the lowest is the best: try also rate=5e-06'),
-    ({'0.002': 2.0, '0.016': 1.5, '0.008': 1.0}, 'mine rate=0.002 val loss 2.0000'),
-    ({'0.0': 1.0, '0.1': 2.0}, 'mine rate=0.1 val loss 2.0000'),         # nothing is lower
+    ({'0.002': 2.0, '0.016': 1.5, '0.008': 1.0}, 'mine write rate = 0.008 into toy/mine.py; then race: '
+                                                 'this command without --sweep'),
+    ({'0.0': 1.0, '0.1': 2.0}, 'mine write rate = 0 into toy/mine.py; then race: '        # nothing is lower
+                               'this command without --sweep'),
     ({'0.002': 1.0}, 'mine rate=0.002 val loss 1.0000'),
     ({'muon': 1.0, 'adamw': 2.0}, 'mine rate=adamw val loss 2.0000')])
-def test_a_sweep_whose_best_is_at_an_end(capsys, losses, told):
+def test_what_to_do_after_a_sweep(capsys, losses, told):
     found = {f'rate={value}': dict(loss=loss) for value, loss in losses.items()}
-    leaderboard.show_sweep('mine', 'rate', found | {'rates=9': dict(loss=0.0)})
+    leaderboard.show_sweep('mine', 'rate', found | {'rates=9': dict(loss=0.0)}, [Path('toy/mine.py')])
     assert ' '.join(capsys.readouterr().out.splitlines()[-1].split()) == told
 
 
@@ -605,6 +622,7 @@ def test_an_entry_by_its_name(monkeypatch):
     (['mine.py', 'other/toy/mine.py'], 'two entries are named mine'),
     (['only_baby.py'], 'none of these has a config of the track toy'),
     (['wrong.py'], "toy/wrong.py: unknown key 'n_embed'"),
+    (['nameless.py'], "toy/nameless.py names no model: add a line such as model = 'arena.mine'"),
     (['stages'], 'toy/stages/2_composed.py: init_from names out/2_path, which is not an earlier stage'),
     (['mine.py', '--sweep=max_iters=1,2'], 'max_iters cannot be swept'),
     (['mine.py', '--sweep=out-dir=x'], 'out_dir cannot be swept'),
@@ -622,6 +640,7 @@ def test_mistakes_are_told_before_any_work(track, run, tmp_path, args, message):
     (tmp_path / 'model.py').write_text('import torch\n\nclass Model:\n    pass\n')
     for name, old, new in (('large', 'n_embd = 8', 'n_embd = 16'), ('math', 'toy_stories', 'toy_math'),
                            ('part', 'n_layer = 1', 'n_layer = 1\neval_tokens = 64'),
+                           ('nameless', "model = 'moep'", ''),
                            ('wrong', 'n_embd', 'n_embed'), ('short', '32', '16'),
                            ('long', 'max_iters = 6', 'max_iters = 7'), ('../only_baby', '', ''),
                            ('scored', 'n_layer = 1', "n_layer = 1\neval_data = 'toy_math'"),
@@ -775,6 +794,9 @@ def test_table(tmp_path, capsys):
         'Equal parameters, 3 of 4: strong, 1.2510 ± 0.0010 bits per byte, the dense entry',
         'Equal FLOPs per token, 1 of 2: gpt2, 1.3010 ± 0.0010 bits per byte, the dense entry',
         f'Equal FLOPs per token, 2 of 2: bad, 1.4025 ± 0.0035 bits per byte, open, p = {r:.3g}']
+    leaderboard.show('baby', tmp_path, ['good', 'strong'])
+    text = capsys.readouterr().out
+    assert text.endswith(f'Equal parameters: good against strong: better, p = {p:.3g}\n') and '`' not in text
     leaderboard.show('baby', tmp_path, ['good'])
     assert 'Equal FLOPs per token, ' not in capsys.readouterr().out      # it is not in that class
     assert leaderboard.verdict([1.0, 1.1], [1.0]) == 'one seed: no test'
