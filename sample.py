@@ -28,14 +28,14 @@ def show_next(logits, tokenizer, n):
         print(f'{p:8.4f}  {cell(tokenizer, i)}')
 
 
-def show_routes(model, tokenizer, idx):
+def show_routes(model, tokenizer, idx, which):
     """One line per token: the choices that it took in each layer."""
     routes = model.routes(idx)
     rows = [['token', *routes]]
     for t, token in enumerate(idx[0].tolist()):
         rows.append([cell(tokenizer, token), *(choices(gate[0, t]) for gate in routes.values())])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    print('what each token took, as choice:percent; choices count from 0')
+    print(f'what {which} took, as choice:percent; choices count from 0')
     for row in rows:
         print('  '.join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
 
@@ -107,11 +107,11 @@ def main():
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()
+            which = 'each token'
             if idx.size(1) > limit and not reads_past_block_size(model):
-                print(f'the first {limit} of {idx.size(1)} tokens, '
-                      'which is as far as the model sees at once:')
+                which = f'the first {limit} of {idx.size(1)} tokens (the model sees no more at once)'
                 idx = idx[:, :limit]
-            show_routes(model, tokenizer, idx)
+            show_routes(model, tokenizer, idx, which)
 
 
 if __name__ == '__main__':

@@ -75,21 +75,22 @@ def test_routes_of_the_prompt_alone(call, run, trained):
 
 def test_the_heaviest_choice_comes_first(data_dir, capsys):
     model = SimpleNamespace(routes=lambda idx: dict(layer=torch.tensor([[[0.2, 0.0, 0.7, 0.1]]])))
-    sample.show_routes(model, load_tokenizer(data_dir / 'toy_stories'), torch.tensor([[5]]))
+    sample.show_routes(model, load_tokenizer(data_dir / 'toy_stories'), torch.tensor([[5]]), 'each token')
     assert capsys.readouterr().out.splitlines()[2].endswith('2:70 0:20 3:10')
 
 
 def test_routes_of_a_long_text_begin_with_the_prompt(call):
     text = call('--prompt', 'The dogs', '--routes', '--max_new_tokens', 60)
-    table = text[text.index('the first 32 of 6'):].splitlines()
-    assert [line.split()[0] for line in table[3:5]] == ['<eot>', 'The'] and len(table) == 35
+    table = text[text.index('what the first 32 of 6'):].splitlines()
+    assert 'tokens (the model sees no more at once) took, as choice:percent' in table[0]
+    assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
 
 
 def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
     folder = smoke('config/moduleformer.py')
     text = call('--routes', '--max_new_tokens', 130, folder=folder)      # it was trained on windows of 128
     table = text[text.rindex('token'):].splitlines()
-    assert 'as far as the model sees' not in text and len(table) == 1 + 1 + 130
+    assert 'what each token took' in text and len(table) == 1 + 1 + 130
 
 
 def test_weights_that_overflow(run, trained, tmp_path):
