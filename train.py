@@ -279,7 +279,7 @@ def main():
             save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()
-    if max_iters:
+    if max_iters and s.sample_tokens:
         show_sample(model, s, corpus, machine)
     else:
         machine.say(f'saved     {s.out_dir}/ckpt.pt')

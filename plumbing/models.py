@@ -35,7 +35,8 @@ def import_model(name):
             raise UserError(f'{name}: {explain(e)}') from None
     if name in files:
         raise UserError(f"{model_file(name)} lacks the line 'Config, Model = ...' at its end")
-    close = difflib.get_close_matches(name, names, 1)
+    near = difflib.get_close_matches(name, names, 1)
+    close = [f'arena.{name}'] if f'arena.{name}' in names else near
     top = ', '.join(each for each in names if '.' not in each)
     hint = f'did you mean {close[0]}?' if close else f'there are: {top}, and those in arena/'
     raise UserError(f'there is no model file {model_file(name)}; {hint}')

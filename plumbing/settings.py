@@ -66,7 +66,7 @@ class Settings:
     eval_tokens: int | None = None         # score at most this many val tokens per data set; None: all
     save_interval: int = 500               # steps between checkpoints
     checkpoint_words: list[float] = field(default_factory=list)   # also keep the weights at these word counts
-    sample_tokens: int = 120               # length of the text sample at the end
+    sample_tokens: int = 120               # length of the text sample at the end; 0: none
     # how it starts
     resume: bool = False                   # continue from out_dir's checkpoint (start if none)
     overwrite: bool = False                # delete the run in out_dir and start over

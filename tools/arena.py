@@ -67,7 +67,7 @@ def train(stages, entry, out, seed, data_dir, setting=None):
             args.append(f'--init_from={[str(out / Path(start).name) for start in starts]}')
         elif starts:
             args.append(f'--init_from={out / Path(starts).name}')
-        call('train.py', *args, '--resume')
+        call('train.py', *args, '--sample_tokens=0', '--resume')
         found.append(read_run(folder))
     tokens = sum(run['tokens'] for run in found)
     sums = dict(

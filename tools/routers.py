@@ -8,7 +8,7 @@ from plumbing.cli import UserError
 
 def find_routers(model):
     """{name: router}"""
-    kind = getattr(model, 'router', ())
+    kind = getattr(type(model), 'router', ())
     return {name: part for name, part in model.named_modules() if isinstance(part, kind)}
 
 

@@ -23,6 +23,8 @@ def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
         with pytest.raises(UserError, match='there is no model file|lacks the line'):
             import_model(name)
     assert os.listdir(tmp_path) == ['evil.py']
+    with pytest.raises(UserError, match=r'no model file zloss.py; did you mean arena.zloss\?'):
+        import_model('zloss')
 
 
 @pytest.mark.parametrize('line, message', [

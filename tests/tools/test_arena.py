@@ -124,7 +124,7 @@ def test_a_race_goes_on_after_a_kill(track, go, tmp_path, monkeypatch):
 
     kept = json.loads((tmp_path / 'r/toy/mine_2.json').read_text())
     assert kept['commands'] == ['python train.py toy/mine.py --seed=2 --out_dir=out/arena/toy/mine_2 '
-                                '--data_dir=data --resume']
+                                '--data_dir=data --sample_tokens=0 --resume']
     assert kept['tokens'] == 6 * 2 * 32 and kept['harness'] in (0, 100) and kept['minutes'] > 0
     assert kept['flops_per_token'] == 6 * kept['active'] + 6 * 8 * 32
     log = [json.loads(line) for line in open(tmp_path / 'out/arena/toy/mine_2/log.jsonl')]
@@ -457,7 +457,8 @@ def test_a_stage_starts_from_those_beside_it(tmp_path, monkeypatch):
     common = [['--seed=5', f'--out_dir={home / name}', '--data_dir=data'] for name in starts]
     both = [str(home / '1_a'), str(home / '2_b')]
     inits = [[], [f'--init_from={both[0]}'], [f'--init_from={both}']]
-    assert [*map(list, given)] == [[*args, *init, '--resume'] for args, init in zip(common, inits)]
+    last = ['--sample_tokens=0', '--resume']
+    assert [*map(list, given)] == [[*args, *init, *last] for args, init in zip(common, inits)]
 
 
 @pytest.mark.parametrize('line, message', [
