@@ -130,9 +130,9 @@ class Gumbel(nn.Module):
         self.router = Router(d_router, k + 1, config)
 
     def forward(self, outputs):
-        y = torch.cat(outputs, -1)                                           # (B, T, k*d'), Eq. 1
-        mix = self.combine(y).type_as(y)                                     # (B, T, d'), Eq. 2, 6
-        router_input = mix if self.router_reads_mix else y
+        joined = torch.cat(outputs, -1)                                      # (B, T, k*d'), Eq. 1
+        mix = self.combine(joined).type_as(joined)                           # (B, T, d'), Eq. 2, 6
+        router_input = mix if self.router_reads_mix else joined
         pi, losses = self.router(router_input)                               # (B, T, k+1), Eq. 4, 5
         y = sum(p * f for p, f in zip(pi.split(1, -1), [*outputs, mix]))     # (B, T, d'), Eq. 3, 7
         return [y] * len(outputs), losses

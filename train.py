@@ -9,9 +9,10 @@ Train any model of this repository: one plain loop.
 
 A config is a file of plain assignments, which `--key=value` overrides. A key belongs to `Settings`
 (plumbing/settings.py) or to the model's own config. The loop knows no model by name: it imports the
-file that `model` names, for Config, Model, forward(idx, targets) -> (logits, loss, aux), generate,
-routes and count_params (set_dropout(p) and config.byte_limit are optional). `aux` holds unweighted
-auxiliary losses by name; `aux_weights` says which of them are added to the loss.
+file that `model` names, for Config, Model, forward(idx, targets) -> (logits, loss, aux), features,
+generate, routes and count_params (set_dropout(p) and config.byte_limit are optional). `aux` holds
+unweighted auxiliary losses by name, and other values to log; `aux_weights` says which are added to
+the loss.
 
 A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (weights at given word
 counts), log.jsonl (one JSON object per line) and a copy of the tokenizer.
@@ -33,7 +34,7 @@ from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
-from plumbing.plan import check_model, check_vocabulary, describe, print_size_only, show_plan, show_sample
+from plumbing.plan import check_model, set_vocabulary, describe, print_size_only, show_plan, show_sample
 from plumbing.settings import read_settings
 from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 
@@ -95,18 +96,18 @@ def set_rate(optimizer, lr):
             group['lr'] = lr
 
 
-def learning_rate(it, s, max_iters):
+def learning_rate(it, s, steps):
     """Linear warm-up, then the schedule, from learning_rate to min_lr unless it is constant."""
     if it < s.warmup_iters:
         return s.warmup_lr + (s.learning_rate - s.warmup_lr) * (it + 1) / (s.warmup_iters + 1)
-    done = min(1.0, (it - s.warmup_iters) / max(1, max_iters - s.warmup_iters))
+    done = min(1.0, (it - s.warmup_iters) / max(1, steps - s.warmup_iters))
     shapes = dict(cosine=0.5 * (1 + math.cos(math.pi * done)), linear=1 - done, constant=1.0)
     return s.min_lr + shapes[s.schedule] * (s.learning_rate - s.min_lr)
 
 
-def dropout_rate(it, s, max_iters, p):
+def dropout_rate(it, s, steps, p):
     """The model's rate p at a step: on then off, off then on, falling, rising, one peak or four."""
-    done = min(1.0, it / max_iters)
+    done = min(1.0, it / steps)
     shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
                   rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
     return p * shapes[s.dropout_schedule]
@@ -144,7 +145,7 @@ def main():
             return machine.close()
         raise
     if not (ckpt or s.init_from):
-        check_vocabulary(model_keys, corpus)
+        set_vocabulary(model_keys, corpus)
     if print_size_only(module, model_keys, s, machine):
         return machine.close()
 
@@ -164,12 +165,13 @@ def main():
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
-    planned, end = data.plan(it)        # the length of the schedules; the step at which it ends
-    show_plan(model, s, corpus, data, machine, end, ckpt)
+    schedule_steps, last_step = data.plan(it)
+    show_plan(model, s, corpus, data, machine, last_step, ckpt)
     check_model(model, s, data, machine)
-    max_iters = 0 if s.max_iters == 0 else end
-    if max_iters == 0 and not s.surgery:                 # only the plan was asked for
-        return machine.close()
+    if s.max_iters == 0:
+        if not s.surgery:               # only the plan was asked for
+            return machine.close()
+        last_step = 0
 
     # optimiser, and the rest of the run's state
     shard_and_recompute(model, s, machine)
@@ -181,14 +183,14 @@ def main():
     folder.open(corpus, ckpt)
     if resumed:
         folder.restore(ckpt, model, optimizer, memories)
-    folder.log(it, run=describe(model, s, data, machine, max_iters))
+    folder.log(it, run=describe(model, s, data, machine, last_step))
     if report:
         machine.say(str(report))
         folder.log(it, surgery=report)
 
     if s.dropout_schedule != 'constant':
         model.set_dropout(0.0)          # makes the rate a tensor: changing it recompiles nothing
-    left = max_iters - it
+    left = last_step - it
     by_default = machine.cuda and left >= 200            # compiling takes half a minute
     compiles = by_default if s.compile is None else s.compile
     whole = left >= 50_000      # compiling the model as a whole takes longer, and pays only in a long run
@@ -203,7 +205,7 @@ def main():
     caught = catch_signals()
 
     def due(interval):
-        return it % interval == 0 or it >= max_iters
+        return it % interval == 0 or it >= last_step
 
     def check_health(weights=True):
         """Stop if a loss or gradient was not finite (health is then nan, else 0), or a weight is not."""
@@ -222,7 +224,7 @@ def main():
 
     pending = [words for words in sorted(s.checkpoint_words) if words > data.words]
     hidden = None if machine.rank == 0 else True         # None: hidden unless there is a terminal
-    bar = tqdm(total=max_iters, initial=it, smoothing=0, unit='step', disable=hidden)
+    bar = tqdm(total=last_step, initial=it, smoothing=0, unit='step', disable=hidden)
     tokens, clock = 0, time.perf_counter()
     skip_eval = resumed                 # ckpt.pt was saved after this step's evaluation
     while True:
@@ -235,7 +237,7 @@ def main():
                 save()
             tokens, clock = 0, time.perf_counter()
         skip_eval = False
-        if it >= max_iters:
+        if it >= last_step:
             break
         if asked_to_stop():
             save()
@@ -246,12 +248,12 @@ def main():
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
         # one step; with epochs, schedules follow the text read: a resumed run may change its batch size
-        at = it if s.max_iters else data.seen / data.unit
-        lr = learning_rate(at, s, planned)
+        progress = it if s.max_iters else data.seen / data.unit
+        lr = learning_rate(progress, s, schedule_steps)
         set_rate(optimizer, lr)
         scheduled = dict(lr=lr)
         if hasattr(model, 'set_dropout'):
-            scheduled['dropout'] = dropout_rate(at, s, planned, model.config.dropout)
+            scheduled['dropout'] = dropout_rate(progress, s, schedule_steps, model.config.dropout)
         if s.dropout_schedule != 'constant':
             model.set_dropout(scheduled['dropout'])
         if s.memory:
@@ -279,7 +281,7 @@ def main():
             save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()
-    if max_iters and s.sample_tokens:
+    if last_step and s.sample_tokens:
         show_sample(model, s, corpus, machine)
     else:
         machine.say(f'saved     {s.out_dir}/ckpt.pt')

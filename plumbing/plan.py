@@ -30,7 +30,7 @@ def print_size_only(module, model_keys, s, machine, reason=None):
     return True
 
 
-def check_vocabulary(model_keys, corpus):
+def set_vocabulary(model_keys, corpus):
     """The model's vocabulary is the tokenizer's, unless the config names a larger one."""
     vocab = corpus.tokenizer.n_vocab
     size = model_keys.setdefault('vocab_size', vocab)
@@ -63,8 +63,8 @@ def show_size(model, s, machine):
     machine.say(text)
 
 
-def show_plan(model, s, corpus, data, machine, max_iters, ckpt=None):
-    """max_iters: the step where the run ends; ckpt: what it continues."""
+def show_plan(model, s, corpus, data, machine, last_step, ckpt=None):
+    """last_step: where the run ends; ckpt: what it continues."""
     show_size(model, s, machine)
     for name, (begin, end, passes, _) in zip(corpus.ranges, data.sets):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
@@ -79,7 +79,7 @@ def show_plan(model, s, corpus, data, machine, max_iters, ckpt=None):
                 f'x {s.gradient_accumulation_steps} accumulated '
                 f'x {machine.world} {processes} = {data.rows * data.T:,} {data.noun}')
     it = ckpt['iter'] if ckpt else 0
-    left = max(0, max_iters - it)
+    left = max(0, last_step - it)
     read = data.seen + left * data.rows                  # windows, at the end
     machine.say(f'plan      {it + left:,} steps, {short(read * data.T)} {data.noun}, '
                 f'{read / len(data.starts):.2f} epochs of {len(data.starts):,} windows')

@@ -324,4 +324,5 @@ def key_hint(key, owners):
             return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
     known = [f.name for owner in owners for f in fields(owner)]
     near = difflib.get_close_matches(key, known, 1, 0.6)
-    return f"; did you mean '{near[0]}'?" if near else ''
+    names = ' and '.join(owner.__name__ for owner in owners)
+    return f"; did you mean '{near[0]}'?" if near else f', which is no field of {names}'

@@ -782,7 +782,7 @@ def one_line(done):
     (['config/arena/selfmoe_gates'], ['selfmoe_gates: that is a folder; name a config in it\n']),
     (['--model=prepare'], ["prepare.py lacks the line 'Config, Model"]),
     (['--top_k=9'], ['top_k = 9 is more than n_block or n_expert']),
-    (['--qqq=1'], ["unknown key 'qqq'\n"]),
+    (['--qqq=1'], ["unknown key 'qqq', which is no field of Settings and MoEPConfig\n"]),
     (['--init_from=docs', '--surgery=compose'], ['no checkpoint docs/ckpt.pt']),
 ])
 def test_mistakes_are_one_line(tiny, tmp_path, args, words):

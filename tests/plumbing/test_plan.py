@@ -10,7 +10,7 @@ import moep
 from plumbing.cli import UserError
 from plumbing.machine import Machine
 from plumbing.models import sketch
-from plumbing.plan import check_model, check_size, check_vocabulary, describe, print_size_only, show_sample
+from plumbing.plan import check_model, check_size, set_vocabulary, describe, print_size_only, show_sample
 from plumbing.settings import Settings
 
 
@@ -43,7 +43,7 @@ def test_a_check_is_of_training():
 def test_a_vocabulary_is_the_tokenizers_or_larger():
     def check(keys, n_vocab=100, slots=1):
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
-        check_vocabulary(keys, corpus)
+        set_vocabulary(keys, corpus)
         return keys['vocab_size']
     assert check({}) == 100 and check(dict(vocab_size=128)) == 128
     with pytest.raises(UserError, match='vocab_size is 64, but the tokenizer of data/a has 100 entries$'):
