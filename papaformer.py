@@ -197,13 +197,13 @@ class ParallelLayer(nn.Module):
 
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position. The first token stands at position `past`."""
+    grows with position, from `past` on. (torch.compile warns of complex numbers, to no harm.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
+    turn = torch.polar(torch.ones_like(angle), angle)    # complex: if compiled, computed only once
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
