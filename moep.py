@@ -72,7 +72,7 @@ class MoEPConfig:
 
 class Router(nn.Module):
     """Scores E choices per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
-    balance loss. A token's K choices differ: ParallelLayer relies on it."""
+    losses by name. A token's K choices differ: ParallelLayer relies on it."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -85,7 +85,7 @@ class Router(nn.Module):
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
+        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
@@ -125,7 +125,7 @@ class ParallelLayer(nn.Module):
         q, k, v = project_all(n, *fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias), P * H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
-        gate_NK, choice_NK, balance = self.router(x_ND)
+        gate_NK, choice_NK, losses = self.router(x_ND)
         # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
         rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
@@ -134,7 +134,7 @@ class ParallelLayer(nn.Module):
         fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)   # as for ln_1
         h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)  # n @ fc[block] + …
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))  # h @ down[block] + …
-        return x + rows.combine(att_RD + ffn_RD).view_as(x), balance    # sum_k gate * row
+        return x + rows.combine(att_RD + ffn_RD).view_as(x), losses     # sum_k gate * row
 
 
 def linear_stack(n, d_in, d_out):
@@ -154,13 +154,13 @@ class MoE(nn.Module):
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
-        gate_NK, choice_NK, balance = self.router(x_ND)
+        gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.config.n_expert, self.config.sparse)
         h_RF = rows.spread(x_ND)                                # x_ND[token]
         if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
         y_RD = rows.linear(h_RF, self.down, self.down_bias)  # h @ down[expert] + down_bias[expert]
-        return rows.combine(y_RD).unflatten(0, x.shape[:2]), balance
+        return rows.combine(y_RD).unflatten(0, x.shape[:2]), losses
 
 
 # ---- GPT-2's own parts ---------------------------------------------------------------------------
@@ -261,13 +261,14 @@ class MoEP(nn.Module):
         for block in self.first:
             x = block(x, cache)
         if self.config.n_parallel:
-            x, shrink_balance = self.shrink(x)                  # (B, T, d_P)
-            block_balance = 0
+            x, shrink_losses = self.shrink(x)                   # (B, T, d_P)
             for layer in self.parallel:
-                x, balance = layer(x, cache)
-                block_balance = block_balance + balance
-            x, grow_balance = self.grow(x)                      # (B, T, d_L)
-            aux = dict(block_balance=block_balance, expert_balance=shrink_balance + grow_balance)
+                x, losses = layer(x, cache)
+                for name, loss in losses.items():
+                    aux[f'block_{name}'] = aux.get(f'block_{name}', 0) + loss
+            x, grow_losses = self.grow(x)                       # (B, T, d_L)
+            for name, loss in [*shrink_losses.items(), *grow_losses.items()]:
+                aux[f'expert_{name}'] = aux.get(f'expert_{name}', 0) + loss
         for block in self.last:
             x = block(x, cache)
         return self.ln_f(x), aux
@@ -358,8 +359,7 @@ class Rows:
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """Move the gain g and bias c of each block's LayerNorm into the map that follows, so that the
-    norm itself is the same for all blocks: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)."""
+    """All blocks then share the norm n: (n*gain + bias) @ w + b = n @ (gain*w) + (bias@w + b)"""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 

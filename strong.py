@@ -149,7 +149,7 @@ def attend(q, k, v, cache, layer, dropout):
 
 class Router(nn.Module):
     """Scores E experts per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
-    balance loss."""
+    losses by name."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -161,7 +161,7 @@ class Router(nn.Module):
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, self.balance_loss(prob_NE, choice_NK)
+        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
         """Switch: E * sum of (share of the picks) * (mean probability); 1 if balanced, at most E/K."""
@@ -184,7 +184,7 @@ class Experts(nn.Module):
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
-        gate_NK, choice_NK, balance = self.router(x_ND)
+        gate_NK, choice_NK, losses = self.router(x_ND)
         if not self.config.sparse:                       # now K = E, with gates of 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)
@@ -199,7 +199,7 @@ class Experts(nn.Module):
         y = self.config.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
         if self.shared:
             y = y + self.shared(x)[0]
-        return y, dict(balance=balance)
+        return y, losses
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Strong(nn.Module):
                 nn.init.normal_(p, std=1 / math.sqrt(self.config.n_embd))
 
     def features(self, idx, cache=None):
-        """(B, T) token ids -> final-norm states (B, T, D), balance loss summed over layers."""
+        """(B, T) token ids -> final-norm states (B, T, D), losses summed over layers."""
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:

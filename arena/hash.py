@@ -29,7 +29,8 @@ class HashRouter(Router):
         choice_NK = self.table[self.idx_N]
         gate_NK = x_ND.new_full(choice_NK.shape, 1 / self.config.top_k)
         gate_NE = x_ND.new_zeros(len(x_ND), self.n_choices).scatter(1, choice_NK, gate_NK)
-        return gate_NK, choice_NK, self.balance_loss(gate_NE, choice_NK)     # only to be logged
+        balance = self.balance_loss(gate_NE, choice_NK)                      # only to be logged
+        return gate_NK, choice_NK, dict(balance=balance)
 
 
 class HashMoEP(MoEP):

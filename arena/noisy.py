@@ -36,7 +36,7 @@ class NoisyRouter(Router):
         order_NE = score_NE.argsort(descending=True, stable=True)
         choice_NK = order_NE[:, :self.config.top_k]
         gate_NK = score_NE.gather(1, choice_NK).softmax(-1)     # p / sum(p) over the chosen
-        return gate_NK, choice_NK, self.balance_loss(score_NE.softmax(-1), choice_NK)
+        return gate_NK, choice_NK, dict(balance=self.balance_loss(score_NE.softmax(-1), choice_NK))
 
 
 class NoisyMoEP(MoEP):

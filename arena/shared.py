@@ -30,7 +30,7 @@ class SharedRouter(Router):
         best = rest.argsort(descending=True, stable=True)[:, :self.config.top_k - 1]    # (N, K-1)
         choice_NK = torch.cat((torch.zeros_like(best[:, :1]), best + 1), 1)
         gate_NK = score_NE.gather(1, choice_NK).softmax(-1)     # p / sum(p) over the chosen
-        return gate_NK, choice_NK, self.balance_loss(rest, best)
+        return gate_NK, choice_NK, dict(balance=self.balance_loss(rest, best))
 
 
 class SharedMoEP(MoEP):

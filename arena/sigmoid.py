@@ -27,7 +27,7 @@ class SigmoidRouter(Router):
         log_NE = F.logsigmoid(score_NE)                 # s / sum(s) is the softmax of log s
         gate_NK = log_NE.gather(1, choice_NK).softmax(-1)       # over the chosen
         share_NE = log_NE.softmax(-1)                           # over all
-        return gate_NK, choice_NK, self.balance_loss(share_NE, choice_NK)
+        return gate_NK, choice_NK, dict(balance=self.balance_loss(share_NE, choice_NK))
 
     def choose(self, score_NE):
         """The K largest: a sigmoid keeps the order. arena/bias.py has another rule."""

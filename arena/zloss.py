@@ -19,11 +19,11 @@ from moep import MoEP, MoEPConfig, Router
 
 class ZLossRouter(Router):
     def forward(self, x_ND):
-        gate_NK, choice_NK, balance = super().forward(x_ND)
+        gate_NK, choice_NK, losses = super().forward(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
             score_NE = self.linear(x_ND.to(self.linear.weight.dtype))
             z = score_NE.logsumexp(-1).square().mean()
-        return gate_NK, choice_NK, balance + 0.1 * z
+        return gate_NK, choice_NK, dict(balance=losses['balance'] + 0.1 * z)
 
 
 class ZLossMoEP(MoEP):

@@ -75,11 +75,11 @@ def test_twin_is_model(name, compilations):
 
 
 class LoudRouter(moep.Router):
-    """It keeps a loss of its own, as docs/routers.md says."""
+    """It keeps a tensor with its graph, which the model reads."""
     def forward(self, x_ND):
-        gate_NK, choice_NK, balance = super().forward(x_ND)
+        gate_NK, choice_NK, losses = super().forward(x_ND)
         self.loud = gate_NK.square().mean()
-        return gate_NK, choice_NK, balance
+        return gate_NK, choice_NK, losses
 
 
 class Loud(moep.MoEP):

@@ -321,7 +321,7 @@ def test_minimising_balance_spreads_or_collapses(form, spreads):
     start = entropy()
     for _ in range(60):
         optimizer.zero_grad()
-        router(x)[2].backward()
+        router(x)[2]['balance'].backward()
         optimizer.step()
     if spreads:
         assert entropy() > max(start, 0.99 * math.log(4))
@@ -481,6 +481,20 @@ def test_what_a_router_of_your_own_adds_keeps_its_values():
     routers = [m for m in model.modules() if isinstance(m, Tempered)]
     assert routers and all(m.temperature == 1 and (m.bias == 3).all() for m in routers)
     assert all(m.linear.weight.std() < 0.03 for m in routers)
+
+
+def test_a_loss_that_a_router_of_your_own_adds():
+    """It is summed over the parallel layers, and over shrink and grow."""
+    class Counting(moep.Router):
+        def forward(self, x_ND):
+            gate_NK, choice_NK, losses = super().forward(x_ND)
+            return gate_NK, choice_NK, losses | dict(size=torch.tensor(self.n_choices))
+
+    class Mine(MoEP):
+        router = Counting
+    aux = Mine(MoEPConfig(**SMALL))(tokens())[2]
+    assert list(aux) == ['block_balance', 'block_size', 'expert_balance', 'expert_size']
+    assert aux['block_size'] == 2 * 4 and aux['expert_size'] == 2 * 3
 
 
 def test_paper_sizes():

@@ -173,8 +173,8 @@ class LoudRouter(strong.Router):
         self.scale = torch.nn.Parameter(torch.full((1, 1), 2.0))
 
     def forward(self, x_ND):
-        gate_NK, choice_NK, balance = super().forward(x_ND)
-        return self.scale * gate_NK, choice_NK, balance
+        gate_NK, choice_NK, losses = super().forward(x_ND)
+        return self.scale * gate_NK, choice_NK, losses | dict(loud=gate_NK.square().mean())
 
 
 class LoudStrong(Strong):
@@ -182,7 +182,7 @@ class LoudStrong(Strong):
 
 
 def test_a_router_of_ones_own():
-    """All layers use it, its parameters keep their values, and routes() shows its gates."""
+    """All layers use it, its parameters keep their values, aux has its losses, and routes() its gates."""
     model = LoudStrong(StrongConfig(**ROUTED)).eval()
     routers = [part for part in model.modules() if isinstance(part, strong.Router)]
     assert len(routers) == ROUTED['n_layer'] and all(type(part) is LoudRouter for part in routers)
@@ -190,6 +190,9 @@ def test_a_router_of_ones_own():
     gates = model.routes(tokens())
     assert len(gates) == len(routers)
     assert all(torch.allclose(gate.sum(-1), torch.tensor(2.0)) for gate in gates.values())
+    aux = model(tokens())[2]
+    loud = sum((gate / 2).square().sum(-1).mean() / ROUTED['top_k'] for gate in gates.values())
+    assert list(aux) == ['balance', 'loud'] and torch.allclose(aux['loud'], loud)
 
 
 def test_dropout_places(monkeypatch):

@@ -1,6 +1,6 @@
 """
 The routers of a model, for tools.check. If the model's class names the class of its routers, as in
-moep.py, moduleformer.py, strong.py and arena/, they return gates, choices and a loss.
+moep.py, moduleformer.py, strong.py and arena/, they return gates, choices and a dict of losses.
 """
 
 from plumbing.cli import UserError
@@ -26,11 +26,11 @@ def watch_outputs(model):
     """A router that returns the wrong thing is told as such, before the model fails over it."""
     def look(router, args, out):
         size = len(args[0]), model.config.top_k
-        given = [tuple(getattr(each, 'shape', ())) for each in out]
-        if len(given) != 3 or given[:2] != [size, size]:
+        given = [tuple(each.shape) if hasattr(each, 'shape') else type(each).__name__ for each in out]
+        if given != [size, size, 'dict']:
             shapes = ', '.join(map(str, given[:4]))
             raise UserError(
-                f'{type(router).__name__}.forward returned shapes {shapes}; it must return gates '
-                f'and choices, both (N, top_k) = {size}, and a loss (docs/routers.md)')
+                f'{type(router).__name__}.forward returned {shapes}; it must return gates '
+                f'and choices, both (N, top_k) = {size}, and a dict of losses (docs/routers.md)')
     for router in find_routers(model).values():
         router.register_forward_hook(look)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ROOT
 from plumbing.models import import_model
@@ -222,11 +223,14 @@ def test_the_router_of_the_docs(load):
     """As it stands there, and with the loss of its own that the page adds."""
     page = (ROOT / 'docs/routers.md').read_text()
     whole, _, with_loss = re.findall('```python\n(.*?)```', page, re.DOTALL)
-    before, plain, after = whole.partition('class MyMoEP(MoEP):\n    router = MyRouter\n')
-    keeps = before.replace('        return', '        self.mine = gate_NK.square().mean()\n        return')
-    for text in (whole, keeps + with_loss + after):
-        rows, red = check_all(load(text), MOEP)
+    names = ['block_balance', 'expert_balance']
+    for text, more in ((whole, []), (re.sub('        return .*\n', with_loss, whole), ['block_z', 'expert_z'])):
+        module = load(text)
+        rows, red = check_all(module, MOEP)
         assert red == [], rows
+        model = module.Model(module.Config(**MOEP))
+        aux = model(torch.zeros(1, 4, dtype=torch.long))[2]
+        assert sorted(aux) == sorted(names + more)
 
 
 def changed(line, when='True'):
@@ -272,14 +276,16 @@ def test_what_reads_sparse(patched):
 @pytest.mark.parametrize('base', ['moep', 'moduleformer'])
 @pytest.mark.parametrize('line, shapes', [
     ('return gates, choices', '(48, 2), (48, 2)'),
-    ('gates = gates.repeat(1, 2)', '(48, 4), (48, 2), ()'),
-    ('gates, choices = gates[:, :1], choices[:, :1]', '(48, 1), (48, 1), ()')],
-    ids=['two values', 'gates of all', 'too few'])
+    ('losses = None', '(48, 2), (48, 2), NoneType'),
+    ('losses = gates.sum()', '(48, 2), (48, 2), ()'),
+    ('gates = gates.repeat(1, 2)', '(48, 4), (48, 2), dict'),
+    ('gates, choices = gates[:, :1], choices[:, :1]', '(48, 1), (48, 1), dict')],
+    ids=['two values', 'no loss', 'a scalar', 'gates of all', 'too few'])
 def test_a_router_that_returns_the_wrong_thing(router, base, line, shapes):
     """It is named before the model fails over it."""
     found = check.run_check(check.builds, *router(base, changed(line)))
-    assert found == ('WRONG', f'MyRouter.forward returned shapes {shapes}; it must return gates and choices, '
-                              'both (N, top_k) = (48, 2), and a loss (docs/routers.md)')
+    assert found == ('WRONG', f'MyRouter.forward returned {shapes}; it must return gates and choices, '
+                              'both (N, top_k) = (48, 2), and a dict of losses (docs/routers.md)')
 
 
 def test_the_router_is_named(load):
@@ -300,7 +306,7 @@ def test_a_buffer_that_is_written_in_eval_mode(patched):
 
 WRONG_LOSS = """
     def forward(self, x_ND):
-        return *super().forward(x_ND)[:2], self.balance_loss(x_ND, None)"""
+        return *super().forward(x_ND)[:2], dict(balance=self.balance_loss(x_ND, None))"""
 NO_SUPER = """
     def __init__(self, d, n_choices, config):
         self.linear = torch.nn.Linear(d, n_choices)"""
@@ -313,7 +319,7 @@ def line_of(path, text):
 
 
 @pytest.mark.parametrize('body, file, line, error', [
-    (changed('losses = None'), 'moep.py', 'block_balance = block_balance + balance', 'TypeError: '),
+    (changed('losses = dict(balance=None)'), 'moep.py', "aux[f'block_{name}'] =", 'TypeError: '),
     (WRONG_LOSS, 'mine.py', 'self.balance_loss', 'TypeError: scatter()'),
     (NO_SUPER, 'mine.py', 'self.linear', 'AttributeError: cannot assign module before')],
     ids=['no loss', 'wrong loss', 'no super().__init__()'])
