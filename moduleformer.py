@@ -141,12 +141,13 @@ class Router(nn.Module):
             prob_NE = log_prob_NE.exp()
         best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
         gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        return gate_NK, choice_NK, self.losses(prob_NE, log_prob_NE)
+        return gate_NK, choice_NK, self.losses(log_prob_NE)
 
-    def losses(self, prob_NE, log_prob_NE):
+    def losses(self, log_prob_NE):
         """`mi` (pretraining) wants a high entropy H(m), so that all modules are used, and a low H(m|x),
         so that each token is sure of its choice. `concentration` (before pruning) wants a low H(m): few
         modules. `rout_reg` (after insertion) keeps new embeddings A' small, so their logits near 0."""
+        prob_NE = log_prob_NE.exp()
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
         conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()   # H(m|x)

@@ -30,7 +30,7 @@ class NoisyRouter(Router):
             log_prob_NE = F.log_softmax(h_NE, -1)
         choice_NK = log_prob_NE.argsort(descending=True, stable=True)[:, :self.top_k]
         gate_NK = log_prob_NE.gather(1, choice_NK).exp()
-        return gate_NK, choice_NK, self.losses(log_prob_NE.exp(), log_prob_NE)
+        return gate_NK, choice_NK, self.losses(log_prob_NE)
 
 
 class NoisyModuleFormer(ModuleFormer):

@@ -24,7 +24,7 @@ class SigmoidRouter(Router):
         log_NE = F.logsigmoid(score_NE)                 # s / sum(s) is the softmax of log s
         gate_NK = log_NE.gather(1, choice_NK).softmax(-1)       # over the chosen
         log_share_NE = log_NE.log_softmax(-1)                   # over all
-        return gate_NK, choice_NK, self.losses(log_share_NE.exp(), log_share_NE)
+        return gate_NK, choice_NK, self.losses(log_share_NE)
 
     def choose(self, score_NE):
         """The K largest: a sigmoid keeps the order. arena/moduleformer_bias.py has another rule."""
