@@ -23,7 +23,8 @@ model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (doc
 Departures from the paper, and choices that it leaves open:
 - Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
-  information large, so we minimise Eq. 7. The paper gives no weight for it: 0.01 in our configs.
+  information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Adding
+  all of aux would cancel the balancing: mi = H(m|x) - H(m), concentration = H(m).
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
   does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
@@ -144,9 +145,8 @@ class Router(nn.Module):
         return gate_NK, choice_NK, self.losses(log_prob_NE)
 
     def losses(self, log_prob_NE):
-        """`mi` (pretraining) wants a high entropy H(m), so that all modules are used, and a low H(m|x),
-        so that each token is sure of its choice. `concentration` (before pruning) wants a low H(m): few
-        modules. `rout_reg` (after insertion) keeps new embeddings A' small, so their logits near 0."""
+        """`mi`, for pretraining: use all modules, but let each token be sure of its own. `concentration`,
+        before pruning: use few. `rout_reg`, after insertion: keep new embeddings A' (their logits) small."""
         prob_NE = log_prob_NE.exp()
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)

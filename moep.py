@@ -7,18 +7,18 @@ A GPT-2 whose middle layers have half the width and P small blocks each, of whic
 
 For each token a linear router chooses K of the blocks (in shrink and grow: K of E experts). It
 weights them by their softmax probabilities, renormalised to sum to 1. A block's attention reads
-*all* earlier tokens, whether or not they chose the block: otherwise it would read a text full of
-holes. So attention is computed in all P blocks, output projection and FFN only in the chosen K.
+*all* earlier tokens, whether or not they chose it: otherwise it would read a text full of holes.
+(Both are our reading.) So all P blocks attend; output projection and FFN run only in the chosen K.
 
 What to look at first: `Router.forward`, then `ParallelLayer.forward`. You can skip the last
 section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
 Measured (28M parameters, 100M words, three seeds): loss 3.487, behind GPT-2's 3.343 (docs/results.md).
 
-Departures from the paper, and gaps it leaves:
+Departures from the paper, and gaps it leaves (docs/moep.md has more):
 - Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
-  form that the release uses. `entropy` flips the printed sign, `printed` is the formula as it is.
+  form, as in the author's code. `entropy` flips the printed sign, `printed` is the formula as it is.
+- No weight is given: train with `loss + 0.01 * (aux['block_balance'] + aux['expert_balance'])`.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
-- It is our reading that the sum is weighted and that attention reads all tokens (docs/moep.md).
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
 P blocks, E choices of a router, K chosen per token, R = N*K rows sorted by choice, F hidden width.
@@ -126,14 +126,14 @@ class ParallelLayer(nn.Module):
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        # From here on only the chosen blocks compute: R = N*K rows, one per token and chosen block.
+        # Only the chosen blocks go on: N*K rows. rows.linear(y, w, b) is y @ w[block] + b[block]
         rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
-        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))  # y @ proj[block] + …
+        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))
         n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
         fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)   # as for ln_1
-        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)  # n @ fc[block] + …
-        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))  # h @ down[block] + …
+        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
+        ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
         return x + rows.combine(att_RD + ffn_RD).view_as(x), losses     # sum_k gate * row
 
 
