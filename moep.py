@@ -8,7 +8,7 @@ A GPT-2 whose middle layers have half the width and P small blocks each, of whic
 For each token a linear router chooses K of the blocks (in shrink and grow: K of E experts). It
 weights them by their softmax probabilities, renormalised to sum to 1. A block's attention reads
 *all* earlier tokens, whether or not they chose it: otherwise it would read a text full of holes.
-(Both are our reading.) So all P blocks attend; output projection and FFN run only in the chosen K.
+So all P blocks attend; output projection and FFN run only in the chosen K.
 
 What to look at first: `Router.forward`, then `ParallelLayer.forward`. You can skip the last
 section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
