@@ -319,6 +319,10 @@ def test_the_plan_goes_by_windows():
     assert again.seen == 100 and again.plan(10) == (24, 10 + (d.count_windows(2.0) - 100) // 5)
     again.s.max_iters = 12
     assert again.plan(10) == (12, 12)
+    few = data(dict(a=np.arange(100)), batch_size=50, epochs=1.0)
+    assert few.plan(0) == (1, 1)                         # less text than a step reads: still a step
+    few.take(50)
+    assert few.plan(7) == (1, 7)                         # nothing is left, and no step is taken back
 
 
 def test_tokens_that_no_tokenizer_has(tmp_path, data_dir):
