@@ -121,7 +121,7 @@ class ParallelLayer(nn.Module):
         P, H = self.config.n_block, self.config.n_head_parallel
         x_ND = x.flatten(0, 1)
         n = F.layer_norm(x, x.shape[-1:])
-        # All blocks attend: later tokens may choose any. (n * gain[p] + bias[p]) @ qkv[p] + bias
+        # In all blocks, as later tokens may choose any: (n * gain[p] + bias[p]) @ qkv[p] + qkv_bias[p]
         q, k, v = project_all(n, *fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias), P * H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
@@ -359,7 +359,7 @@ class Rows:
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """All blocks then share the norm n: (n*gain + bias) @ w + b = n @ (gain*w) + (bias@w + b)"""
+    """Put a norm's gain g and bias c into the map: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)"""
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 
@@ -413,7 +413,7 @@ class GroupBias(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (float32 on a GPU, mps, unaligned widths). Autocasts by hand."""
+    A loop where torch has no kernel (float64, float32 on a GPU, odd widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)

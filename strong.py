@@ -325,7 +325,7 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (float32 on a GPU, mps, unaligned widths). Autocasts by hand."""
+    A loop where torch has no kernel (float64, float32 on a GPU, odd widths). Autocasts by hand."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
