@@ -8,8 +8,9 @@ A constant added to all scores does not change their softmax, so nothing stops t
 growing. Large scores round badly, and a softmax of large differences passes no gradient on. The
 loss pulls log sum exp towards 0, where the exp h_i already sum to 1.
 
-Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", Eq. 5. Its weight
-there is 0.001, that of the balance loss 0.01. So here a tenth of z is added to the balance loss.
+Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", Eq. 5, where its
+weight is 0.001. The model sums it as it sums the balance loss: `block_z` of the parallel layers and
+`expert_z` of shrink and grow.
 """
 
 import torch
@@ -22,8 +23,8 @@ class ZLossRouter(Router):
         gate_NK, choice_NK, losses = super().forward(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
             score_NE = self.linear(x_ND.to(self.linear.weight.dtype))
-            z = score_NE.logsumexp(-1).square().mean()
-        return gate_NK, choice_NK, dict(balance=losses['balance'] + 0.1 * z)
+            losses['z'] = score_NE.logsumexp(-1).square().mean()
+        return gate_NK, choice_NK, losses
 
 
 class ZLossMoEP(MoEP):

@@ -14,7 +14,7 @@ n_block = 4
 n_expert = 4
 top_k = 2
 dropout = 0.1
-aux_weights = dict(block_balance=0.01, expert_balance=0.01)
+aux_weights = dict(block_balance=0.01, expert_balance=0.01, block_z=0.001, expert_z=0.001)
 
 stride = 128                    # the budget of all entries
 epoch_words = 10e6

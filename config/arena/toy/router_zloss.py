@@ -13,7 +13,7 @@ n_block = 4
 n_expert = 4
 top_k = 2
 dropout = 0.0
-aux_weights = dict(block_balance=0.01, expert_balance=0.01)
+aux_weights = dict(block_balance=0.01, expert_balance=0.01, block_z=0.001, expert_z=0.001)
 
 max_iters = 976                 # 0.5M tokens, the budget of all entries
 batch_size = 8
