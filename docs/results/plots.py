@@ -105,14 +105,14 @@ def moep():
                xscale='log')
     losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
     unused.set(title='blocks and experts that are hardly used', xlabel='million words',
-               ylabel='with less than 1% of the slots')
+               ylabel='with less than 1% of the picks')
     for axis in (scores, losses, unused):
         axis.legend(fontsize=8)
     return figure
 
 
 def moep_routes():
-    """Each block's and expert's share of its layer's slots at the last evaluation, largest first."""
+    """Each block's and expert's share of its layer's picks at the last evaluation, largest first."""
     found = {}
     for kind, by_seed in tables.runs('moep').items():
         if kind != 'gpt2':

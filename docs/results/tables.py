@@ -170,7 +170,7 @@ def val(some, data, key='loss', at=-1):
 
 
 def idle(evaluation):
-    """(choices that got less than 1% of their layer's slots, all choices), over all layers."""
+    """(choices that got less than 1% of their layer's picks, all choices), over all layers."""
     shares = [share for layer in evaluation['routes'].values() for share in layer]
     return sum(share < 0.01 for share in shares), len(shares)
 
