@@ -292,7 +292,7 @@ def show(paradigms, runs, skipped, args):
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
         found = run['paradigms']
-        label = Path(run['folder']).resolve().name if len(runs) == 1 else f'({i})'
+        label = f'({i})'                                 # a folder may be named GPT-2, or shorter
         columns[label] = {name: r['accuracy'] for name, r in found.items()}
         baseline = {name: r['shorter'] for name, r in found.items()}
         shorter.setdefault(run['tokenizer'], (f'shorter({i})', baseline))
@@ -366,7 +366,8 @@ def main():
     args = read_arguments()
     args.device = Machine(args.device).device.type
     torch.set_float32_matmul_precision('highest')        # no TF32
-    prepare.make_missing_toys([args.data.name], args.data.parent)
+    if args.data == Path('data/toy_blimp'):
+        prepare.make_missing_toys([args.data.name], args.data.parent)
     paradigms = read_pairs(args.data)
     by_tokenizer = read_sentences(paradigms, args)
     skipped = leave_out_long(paradigms, by_tokenizer, args.skip_long)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -374,6 +375,16 @@ def test_one_checkpoint(call, runs, tmp_path):
     assert 'human' not in plain and 'wh_island' not in plain     # not BLiMP; no --paradigms
 
 
+@pytest.mark.parametrize('name', ['GPT-2', 'shorter'])
+def test_a_run_that_is_named_like_a_column(call, runs, tmp_path, name):
+    shutil.copytree(runs / 'moep', tmp_path / name)
+    data = write_pairs(tmp_path / 'd', {'wh_island': random_pairs(10)})
+    out = call(tmp_path / name, '--data', data, '--json', tmp_path / 'x.json')
+    run, = json.loads((tmp_path / 'x.json').read_text())['runs']
+    row = next(line.split() for line in out.splitlines() if line.startswith('overall'))
+    assert float(row[2]) == run['overall'] and len(row) == 8     # its own, the baseline, four published
+
+
 def test_mode_and_groups_reach_the_file(call, runs, tmp_path):
     areas = dict(p='syntax', q='syntax', r='semantics')
     rows = {}
@@ -505,6 +516,13 @@ def test_other_mistakes(call, runs, tmp_path):
             ((runs / 'moep', '--data', data, '--plot', tmp_path / 'x.docx'), 'png')):
         with pytest.raises(UserError, match=message):
             call(*args)
+
+
+def test_toys_are_made_in_data_alone(call, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='there is no folder toy_blimp'):
+        call(runs / 'moep', '--data', 'toy_blimp')
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_table_is_printed_before_a_file_is_written(call, runs, tmp_path, monkeypatch, capsys):
