@@ -372,12 +372,14 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
 
 def read_blimp(path, run):
     """The score of a run in what eval_blimp.py --json wrote."""
+    def find(name):                                      # a name in out/ will do
+        return (Path(name) if Path(name).exists() else Path('out', name)).resolve()
     try:
         found = parse_json(path.read_text(encoding='utf-8'))
         if Path(found['data']).name == 'toy_blimp':
             raise UserError(f'{path} holds a score on the toy pairs; the average needs BLiMP itself')
-        scores = {Path(r['checkpoint']).resolve(): float(r['overall']) for r in found['runs']}
-        return scores[Path(run).resolve()]
+        scores = {find(r['checkpoint']): float(r['overall']) for r in found['runs']}
+        return scores[find(run)]
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f'{path} has no score of {run}, as eval_blimp.py --json writes it') from None
 
@@ -416,7 +418,8 @@ def main():
     check_writable(args.json)
     machine = Machine(args.device)
     blimp = read_blimp(args.blimp, args.run) if args.blimp else None
-    prepare.make_missing_toys([args.data.name], args.data.parent)
+    if args.data == Path('data/toy_glue'):
+        prepare.make_missing_toys([args.data.name], args.data.parent)
     rows = {}                                            # all files are read before any work
     for name, files in choose_tasks(args.task, args.data).items():
         rows[name] = read_examples(files['train'], name, args.num), read_examples(files['valid'], name)

@@ -85,6 +85,15 @@ def test_averages_are_those_of_table_7():
     assert 'macro' not in finetune.averages([*glue, *superglue], None)
 
 
+@pytest.mark.parametrize('run', ['moep', 'out/moep'])
+@pytest.mark.parametrize('scored', ['moep', 'out/moep'])
+def test_a_score_of_blimp_by_the_name_of_the_run(tmp_path, monkeypatch, run, scored):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'out/moep').mkdir(parents=True)
+    (tmp_path / 'b.json').write_text(json.dumps(dict(data='b', runs=[dict(checkpoint=scored, overall=70)])))
+    assert finetune.read_blimp(tmp_path / 'b.json', run) == 70
+
+
 # ---- Texts to batches ---------------------------------------------------------------------------
 
 
@@ -431,6 +440,8 @@ def test_mistakes(run, tiny, tmp_path):
     told('holds no train file of wsc', '--task=wsc')
     told('holds no train and no valid file of cola', '--task=cola')
     told('there is no folder', data=tmp_path / 'none')
+    told('there is no folder', data=tmp_path / 'toy_glue')       # toys are made in data/ alone
+    assert not (tmp_path / 'toy_glue').exists()
     (tmp_path / 'empty').mkdir()
     told('holds no task', data=tmp_path / 'empty')
     for rows, message in (
