@@ -6,9 +6,10 @@ Text -> uint16 token bins and a tokenizer.
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
 A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
-front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled.
-CRLF becomes \\n, Wikipedia's XML plain text; a byte-order mark, empty lines around a document and
-blank documents are dropped. Otherwise the text is unchanged. It need not fit into memory.
+front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled; a
+text with blank lines has one per paragraph (see --split). CRLF becomes \\n, Wikipedia's XML plain
+text; a byte-order mark, empty lines around a document and blank documents are dropped. Otherwise
+the text is unchanged. It need not fit into memory.
 """
 
 import functools
@@ -52,7 +53,7 @@ def read_rows(path, names, hint=''):
         yield number, row
 
 
-def read_text(path, split, cuts):
+def read_text(path, split):
     """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
     lines = (line for _, line in read_lines(path))
     if split == 'auto':
@@ -63,7 +64,6 @@ def read_text(path, split, cuts):
         lines = itertools.chain(seen, lines)             # a pipe can be read only once
         head = ''.join(seen).rstrip()
         split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n', head) else 'passage'
-        cuts.add(dict(eot=f'at {EOT}', blank='at blank lines', passage='every 16 KB')[split])
     parts, size = [], 0
     for line in lines:
         *ended, line = line.split(EOT) if split == 'eot' else [line]
@@ -80,9 +80,9 @@ def read_text(path, split, cuts):
     yield ''.join(parts)
 
 
-def read_documents(path, cuts, split='auto', field='text'):
+def read_documents(path, split='auto', field='text'):
     stem = re.sub(r'\.(gz|xz|bz2)$', '', path.name.lower())
-    documents = read_text(path, split, cuts)
+    documents = read_text(path, split)
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
@@ -93,8 +93,9 @@ def read_documents(path, cuts, split='auto', field='text'):
 
 
 def find_files(inputs):
-    """[(split, path)] of files and folders. Names count only if one says train: then val, valid and
-    dev are val, and test is left out. Otherwise all is train; val may be cut off it later."""
+    """[(split, path)] of files and folders. If any name says train, names decide: val, valid and dev
+    are validation text, test is left out. Otherwise all files are training text, and write_data_set
+    sets some documents aside for validation."""
     found, skipped = [], 0
     folders = {Path(given).parent for given in inputs}
     known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
@@ -135,7 +136,8 @@ def role_of(path):
 
 def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None,
                    token_limit=None, pauses=None, jobs=None, overwrite=False, source=(), settings=None):
-    """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train."""
+    """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
+    byte_limit, token_limit, pauses: the number of --chunks, --sentences, --pauses; jobs: processes."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
         large = size > 2 ** 24 and os.name == 'posix'    # a pool starts slowly, and needs signals
@@ -308,7 +310,7 @@ def make_toy(root='data', overwrite=False):
                 rows = subject_rows(2300)
                 write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
         except UserError:
-            if not target.is_dir():     # else another process made it meanwhile
+            if overwrite or not target.is_dir():         # else another process made it meanwhile
                 raise
 
 
@@ -332,7 +334,7 @@ def land_pairs(target, inputs, expected, overwrite):
             if (work / path.name).exists():
                 raise UserError(f'two files are named {path.name}; prepare their folders apart')
             shutil.copyfile(path, work / path.name)
-    print(f'{target}: {sum(sizes):,} pairs in {len(files)} files')
+    print(f'{target}: {sum(sizes):,} pairs in {len(files)} file{"s" * (len(files) != 1)}')
 
 
 def read_arguments(argv):
@@ -358,8 +360,10 @@ def read_arguments(argv):
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
-    if args.what == 'toy' and (args.name or args.input):
-        raise UserError('the toy corpora have their own names and texts: leave out --name and --input')
+    used = dict(toy=['out', 'overwrite'], blimp=['out', 'overwrite', 'name', 'input'])
+    for key, value in vars(args).items() if args.what in used else ():
+        if key not in ['what', *used[args.what]] and value != parser.get_default(key):
+            raise UserError(f'leave out --{key}: it has no effect on {args.what}')
     if args.what != 'text':
         args.name = args.name or args.what
     if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
@@ -386,14 +390,9 @@ def main(argv=None):
     tokenizer = choose_tokenizer(known) if known else args.vocab_size or 16384
     how = {key: getattr(args, key) or preset[key] for key in ('split', 'field')}
     source = [args.what, *(path.name for _, path in files)]
-    cuts = set()                                         # how `auto` cut the files
-    documents = ((role, text) for role, path in files for text in read_documents(path, cuts, **how))
+    documents = ((role, text) for role, path in files for text in read_documents(path, **how))
     write_data_set(target, documents, tokenizer, args.val_fraction, args.seed, args.chunks,
                    args.sentences, args.pauses, overwrite=args.overwrite, source=source, settings=how)
-    if cuts:
-        whole = ', and --split file whole files' if len(files) > 1 else ''
-        print(f'the text was cut into documents {" and ".join(sorted(cuts))}, and these were shuffled; '
-              f'--split passage keeps pieces of 16 KB in order{whole}')
 
 
 if __name__ == '__main__':

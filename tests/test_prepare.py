@@ -195,7 +195,7 @@ def test_broken_data_sets(tmp_path):
 
 
 def read(path, *args):
-    return list(read_documents(Path(path), set(), *args))
+    return list(read_documents(Path(path), *args))
 
 
 def test_text_splits(tmp_path):
@@ -360,8 +360,6 @@ def test_text_command(prepare, tmp_path):
     files = ['--input', 'train.txt', 'val.txt']
     done = prepare('text', '--name', 'mine', *files, '--vocab_size', 5000, here=False)
     assert not done.stderr and 'the text is too small for a vocabulary of 5,000' in done.stdout
-    told = 'the text was cut into documents at blank lines, and these were shuffled; --split passage keeps'
-    assert done.stdout.count(told) == 1 and 'and --split file whole files' in done.stdout
     mine = tmp_path / 'data' / 'mine'
     assert sorted(documents(mine, 'val')) == sorted(docs[200:])
     assert load_meta(mine)['tokenizer']['vocab_size'] < 5000
@@ -375,7 +373,7 @@ def test_text_command(prepare, tmp_path):
     limits = [load_tokenizer(tmp_path / 'data' / name).extra for name in ('chunks', 'sentences')]
     assert limits[0]['byte_limit'] == 5 and limits[1]['token_limit'] == 32
     one = ['--input', 'val.txt', '--tokenizer', 'bytes', '--overwrite']
-    assert '--split file' not in prepare('text', '--name', 'mine', *one).stdout
+    prepare('text', '--name', 'mine', *one)
     assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
     names = ['again', 'bytes', 'chunks', 'mine', 'pauses', 'sentences']
     assert sorted(os.listdir(tmp_path / 'data')) == names
@@ -389,19 +387,6 @@ def test_a_test_set_is_not_trained_on(prepare, tmp_path):
     assert 'files named test are left out: 1' in done.stdout
     splits = [documents(tmp_path / 'data/mine', split) for split in ('train', 'val')]
     assert [len(split) for split in splits] == [198, 2] and sorted(sum(splits, [])) == sorted(docs[:200])
-
-
-def test_how_text_is_cut_is_said_once(prepare, tmp_path):
-    """Only of files that `auto` cut."""
-    (tmp_path / 'a.txt').write_text('a\n\nb\n\nc')
-    (tmp_path / 'b.txt').write_text(f'a{EOT}b')
-    (tmp_path / 'c.txt').write_text('c\n\nd')
-    (tmp_path / 'd.jsonl').write_text('{"text": "d"}\n{"text": "e"}\n')
-    options = ['--tokenizer', 'bytes', '--overwrite', '--name', 'mine', '--input']
-    said = prepare('text', *options, 'a.txt', 'b.txt', 'c.txt').stdout
-    assert said.count('text was cut into documents at <|endoftext|> and at blank lines, and these were') == 1
-    assert 'shuffled' not in prepare('text', *options, 'd.jsonl').stdout
-    assert 'shuffled' not in prepare('text', *options, 'a.txt', '--split', 'blank').stdout
 
 
 def test_named_from_input(prepare, tmp_path):
@@ -423,7 +408,8 @@ def test_named_from_input(prepare, tmp_path):
     (tmp_path / 'pairs').mkdir()
     (tmp_path / 'pairs/x.jsonl').write_text(pair * 3)
     (tmp_path / 'pairs/about.txt').write_text('no pair')
-    prepare('blimp', '--input', 'pairs')
+    told = prepare('blimp', '--input', 'pairs').stdout
+    assert told == 'data/blimp: 3 pairs in 1 file\n'
     assert (tmp_path / 'data/blimp/x.jsonl').read_text() == pair * 3
     assert os.listdir(tmp_path / 'data/blimp') == ['x.jsonl']
     (tmp_path / 'pairs/more').mkdir()
@@ -503,6 +489,15 @@ def test_gpt2_without_network(prepare, tmp_path):
     told = prepare('text', '--name', 'mine', '--input', 'a.txt', '--tokenizer', 'gpt2', code=2, here=False,
                    TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), https_proxy=nowhere, HTTPS_PROXY=nowhere).stderr
     assert told.count('\n') == 1 and '.tiktoken' in told
+
+
+@pytest.mark.parametrize('args, idle', [
+    (['toy', '--name=mine'], '--name'), (['toy', '--input=a.txt'], '--input'),
+    (['toy', '--overwrite', '--chunks=5'], '--chunks'), (['toy', '--val_fraction=.5'], '--val_fraction'),
+    (['blimp', '--input=pairs', '--name=mine', '--tokenizer=gpt2'], '--tokenizer')])
+def test_options_without_effect_are_refused(prepare, tmp_path, args, idle):
+    assert f'leave out {idle}: it has no effect on {args[0]}' in prepare(*args, code=2).stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_any_seed(prepare, tmp_path):

@@ -63,6 +63,9 @@ def test_toy_text_is_called_so(tmp_path, monkeypatch, capsys):
     assert 'toy corpora: made-up text' in capsys.readouterr().out
     prepare.main(['toy', f'--out={tmp_path}'])
     assert 'holds all toy corpora already' in capsys.readouterr().out
+    (tmp_path / 'toy_glue/notes.txt').touch()
+    with pytest.raises(UserError, match='holds more than a data set'):
+        prepare.main(['toy', f'--out={tmp_path}', '--overwrite'])
 
 
 @pytest.mark.slow
