@@ -171,7 +171,6 @@ def sweep(entries, args):
         for value in split_values(values):               # what is mistyped ends it here
             s, _, keys = read_settings([str(stages[-1]), f'--{key}={value}'])
             wanted[f'{key}={(vars(s) | keys)[key]}'] = None
-    need_data(args)
     failed, changed = [], []
     runs = args.out / args.track / 'sweeps'
     for name, stages in entries.items():
@@ -182,6 +181,8 @@ def sweep(entries, args):
         made += [saved_entry(runs / f'{name}_{setting}') for setting in wanted]
         left = [setting for setting in wanted if setting not in found]
         changed += check_kept(name, entry, made, left, [file, *runs.glob(f'{name}_{key}=*')])
+        if left:
+            need_data(args)
         if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):
             failed.append(fault)
             continue

@@ -27,6 +27,7 @@ from plumbing.machine import Machine
 from plumbing.models import import_model, make_config, sketch
 from plumbing.settings import Settings, read_settings
 from tools.bench_others import dense_like, nanogpt_like
+from tools.entries import split_values
 from tools.flops import training_flops
 from tools.measure import generation, make_step, matrix_rate, prefill, training
 
@@ -53,8 +54,9 @@ class Row:
 def plan_rows(args, extra):
     """A row for every config, value of --sweep and batch size, and those that go beside it."""
     key, _, values = (args.sweep or '').partition('=')
+    values = split_values(values) if args.sweep else ['']
     for config in args.configs:
-        for value in values.split(','):
+        for value in values:
             name = Path(config).stem
             given = [config, *extra]
             if args.sweep:

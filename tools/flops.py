@@ -6,16 +6,16 @@ and, for causal attention, 4 per unit of its width and earlier token. Backward t
 from plumbing.cli import UserError
 from plumbing.models import import_model
 
-ATTENTION = dict(      # the width of a token's query heads in all layers; add your model's here
-    nanogpt_model=lambda c: c.n_layer * c.n_embd,
-    moep=lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
-    papaformer=lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
-    moduleformer=lambda c: c.n_layer * c.top_k * c.d_att,
-    selfmoe=lambda c: c.n_layer * c.n_embd,
-    stlm=lambda c: c.n_layer * c.n_embd,
-    strong=lambda c: c.n_layer * c.n_embd,
-    stlm_depth=lambda c: c.n_embd * (          # a routed layer attends among a share of the tokens
-        c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every)))
+ATTENTION = {          # the width of a token's query heads in all layers; add your model's here
+    'nanogpt_model': lambda c: c.n_layer * c.n_embd,
+    'moep': lambda c: c.n_layer * c.n_embd + c.n_parallel * c.n_block * c.n_embd_parallel,
+    'papaformer': lambda c: c.n_layer * c.n_embd + c.n_parallel * sum(c.path_embd),
+    'moduleformer': lambda c: c.n_layer * c.top_k * c.d_att,
+    'selfmoe': lambda c: c.n_layer * c.n_embd,
+    'stlm': lambda c: c.n_layer * c.n_embd,
+    'strong': lambda c: c.n_layer * c.n_embd,
+    'stlm_depth': lambda c: c.n_embd * (       # a routed layer attends among a share of the tokens
+        c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every))}
 
 
 def training_flops(name, config, active, T):
@@ -26,5 +26,5 @@ def training_flops(name, config, active, T):
     known = [kind for kind in kinds if kind in ATTENTION]
     if not known:
         raise UserError(f'tools/flops.py cannot count the attention of {name}: add to ATTENTION '
-                        f'a line such as {name}=lambda c: c.n_layer * c.n_embd')
+                        f'a line such as \'{name}\': lambda c: c.n_layer * c.n_embd')
     return 6 * active + 6 * ATTENTION[known[0]](config) * T          # T / 2 earlier tokens

@@ -522,7 +522,8 @@ def test_a_sweep(track, go, tmp_path):
     assert shown == sorted(kept, key=lambda setting: kept[setting]['loss'])
     config = tmp_path / 'toy/mine.py'
     config.write_text(TINY.replace('1e-2', '1e-3'))      # the rate that was found: the sweep still holds
-    go('mine.py', '--sweep=learning_rate=3e-2')
+    go('mine.py', '--sweep=learning_rate=3e-2', '--data_dir=none')       # nothing is left, so no text is made
+    assert not (tmp_path / 'none').exists()
     config.write_text(TINY.replace('dropout = 0.0', 'dropout = 0.1'))
     told = go('mine.py', '--sweep=learning_rate=3e-2', code=2).stdout
     assert told.startswith('rm -rf r/toy/sweeps/mine.json out/arena/toy/sweeps/mine_learning_rate=')
@@ -699,10 +700,15 @@ def test_attention_by_hand():
         assert cost == 6 * 100 + 6 * width * 10, name
 
 
-def test_a_model_whose_attention_is_not_known(monkeypatch):
-    monkeypatch.delitem(flops.ATTENTION, 'moep')
-    with pytest.raises(UserError, match='add to ATTENTION a line such as moep=lambda c'):
-        flops.training_flops('moep', None, 1, 1)
+@pytest.mark.parametrize('name', ['moep', 'arena.mine'])
+def test_a_model_whose_attention_is_not_known(monkeypatch, name):
+    """The line that is told is one of Python."""
+    monkeypatch.setattr(flops, 'ATTENTION', {})
+    monkeypatch.setattr(flops, 'import_model', lambda name: SimpleNamespace(Model=object))
+    with pytest.raises(UserError, match='add to ATTENTION a line such as ') as told:
+        flops.training_flops(name, None, 1, 1)
+    line = str(told.value).rpartition('such as ')[2]
+    assert eval(f'{{{line}}}')[name](SimpleNamespace(n_layer=2, n_embd=3)) == 6
 
 
 # ---- The table ----------------------------------------------------------------------------------

@@ -103,6 +103,9 @@ def test_sweeps_and_batch_sizes(measured):
     names = ['moep sparse=True', dense] * 2 + ['moep sparse=False', dense] * 2
     assert [row['name'].strip() for row in rows] == names
     assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
+    sweep = '--sweep=path_embd=[8,16],[24,24]'           # commas in brackets do not part values
+    rows = measured('config/papaformer.py', *args[:-1], sweep)['rows']
+    assert [row['name'] for row in rows] == ['papaformer path_embd=[8,16]', 'papaformer path_embd=[24,24]']
 
 
 def test_auxiliary_losses_are_trained_at_every_batch_size(monkeypatch):
