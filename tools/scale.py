@@ -65,15 +65,16 @@ def memory(model, s, T, world):
         summed = count(trained) if s.gradient_accumulation_steps > 1 else rest + max(sizes)
         found['gradients to send'] = 4 * summed
     sizes = [count(block.parameters()) for block in blocks(model)]
-    inside = INSIDE.get(s.model, lambda config: 0)(c) * N
     layers = len(sizes)
     if s.checkpoint_activations:
         found['block inputs'] = 4 * layers * N * c.n_embd
-        found['one block'] = 2 * inside                          # and its gradients
+        if s.model in INSIDE:
+            found['one block'] = 2 * INSIDE[s.model](c) * N      # and its gradients
         found['in bfloat16'] = 2 * max(sizes)                    # a copy of its weights
         found['logits'] = 14 * min(SLICE, N) * c.vocab_size      # bfloat16, float32, their gradients
     else:
-        found['blocks'] = layers * inside
+        if s.model in INSIDE:
+            found['blocks'] = layers * INSIDE[s.model](c) * N
         found['in bfloat16'] = 2 * sum(sizes)
         found['logits'] = 14 * N * c.vocab_size
     if s.memory:                                                 # keys and values in bfloat16
@@ -132,6 +133,8 @@ def show_memory(model, s, T, worlds):
     print(f"{'GB per GPU':20}" + ''.join(f'{head:>13}' for head in heads))
     for name in dict.fromkeys(name for column in columns for name in column):
         print(f'{name:20}' + ''.join(f'{column.get(name, 0) / 1e9:13.2f}' for column in columns))
+    if s.model not in INSIDE:
+        print(f'not counted: activations inside the blocks of {s.model}')
     print(f"{'together':20}" + ''.join(f'{sum(column.values()) / 1e9:13.2f}' for column in columns))
 
 
@@ -171,6 +174,8 @@ def main():
         keys['vocab_size'] = find_vocabulary(s)
     model = sketch(module, keys)
     T = s.seq_len or model.config.block_size
+    if s.memory and not hasattr(model.config, 'd_att'):
+        raise UserError(f'{s.model} has no segment memory: leave out --memory')
     if args.routes:
         if s.model != 'moduleformer':
             raise UserError('--routes: the traffic of experts is counted for moduleformer only')

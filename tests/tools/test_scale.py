@@ -121,3 +121,13 @@ def test_the_vocabulary_is_that_of_the_data(run, data_dir):
     told, first, *_ = scale_moep(f'--data_dir={data_dir}', '--data=mine')
     assert 'a vocabulary of 50,257 is assumed' in told and first.startswith('moep: 5.319M')
     assert scale_moep('--data=mine', '--vocab_size=1926')[0].startswith('moep: 679.5K')
+
+
+@pytest.mark.parametrize('flags', [[], ['--checkpoint_activations']])
+def test_what_is_not_counted_is_told(run, flags):
+    args = ['--vocab_size=1926', '--processes', 1, *flags]
+    told = run('tools.scale', 'config/moep.py', *args, here=True).stdout
+    assert 'not counted: activations inside the blocks of moep\n' in told
+    assert '\nblocks ' not in told and '\none block ' not in told
+    told = run('tools.scale', 'config/moep.py', *args, '--stream', '--memory=8', code=2).stderr
+    assert told == 'scale.py: moep has no segment memory: leave out --memory\n'
