@@ -79,8 +79,10 @@ def decode(model, prompts, n_new, draft_layers, n_draft, machine):
         hook.remove()
     kept = None
     if draft_layers:
-        rounds = calls[model.layers[-1]]                 # each reads its drafts and one token more,
-        drafted = calls[model.layers[0]] - rounds        # and adds one token that was not drafted
+        # A round reads its drafts and one token more with the first layer, one at a time, and all of
+        # them at once with the last. It adds the drafts that are kept, and one token.
+        rounds = calls[model.layers[-1]]
+        drafted = calls[model.layers[0]] - rounds
         kept = (len(prompts) * n_new - rounds) / max(1, drafted)
     return torch.cat(texts), len(prompts) * n_new / took, kept
 
@@ -114,7 +116,7 @@ def main():
         raise UserError(f"{args.run} is a run of {model_file(ckpt['model'])}, not of stlm_depth.py")
     L = model.config.n_layer
     args.draft_layers = args.draft_layers or range(1, L)
-    if max(args.draft_layers) >= L:
+    if max(args.draft_layers, default=0) >= L:           # none of a model of one layer
         raise UserError(f'--draft_layers {max(args.draft_layers)}: the model has {L} layers, '
                         'and at least one must verify')
     folder = args.data or data_folder(ckpt)
@@ -144,7 +146,7 @@ def main():
     for n in range(1, L + 1):
         found = score(Exit(model, n))
         exits.append(dict(layers=n, **found))
-        print(f"exit after {n:3} layers  loss {found['loss']:.4f}, "
+        print(f"exit after {n:3} {'layer ' if n == 1 else 'layers'}  loss {found['loss']:.4f}, "
               f"{found['bits_per_byte']:.4f} bits per byte")
 
     length = min(32, max(1, T // 2), len(tokens))

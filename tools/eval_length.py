@@ -53,6 +53,7 @@ def load_longer(run, ckpt, length, device):
     try:
         model = build_model(ckpt, block_size=max(length, known))
     except UserError:
+        build_model(ckpt)                                # a broken checkpoint says so here
         raise UserError(f'{run} has a table of {known} positions and cannot read longer windows: '
                         f'--length {known}') from None
     return model.to(device).eval()

@@ -43,7 +43,7 @@ def test_exits(run, smoke, data_dir, tmp_path):
     assert all(row['same'] == 3 and row['tokens_per_s'] > 0 for row in found['drafts'])
     assert all(0 <= row['kept'] <= 1 for row in found['drafts'][1:])
     lines = done.stdout.splitlines()
-    assert lines[0].startswith('exit after   1 layers  loss') and '3 of 3 texts the same' in lines[-1]
+    assert lines[0].startswith('exit after   1 layer   loss') and '3 of 3 texts the same' in lines[-1]
 
 
 @torch.no_grad()
@@ -57,6 +57,14 @@ def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
         assert close(found['routed'][mode]['loss'], model.train(training)(x, y)[1].item())
     assert set(found['routed']['passed']) == {'layers.1', 'layers.3'}
     assert 'looks ahead' in done.stdout.splitlines()[1]
+
+
+def test_one_layer(run, data_dir, tmp_path):
+    run('train.py', 'config/stlm_depth.py', '--n_layer=1', '--capacity=1.0', '--aux_weights={}', '--max_iters=1',
+        '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', f'--data_dir={data_dir}',
+        f'--out_dir={tmp_path}', here=True)
+    told = run('tools.depth', tmp_path, *FEW, here=True).stdout.splitlines()
+    assert len(told) == 2 and told[1].startswith('no drafts')        # there is no layer that could draft
 
 
 @pytest.mark.parametrize('size', [20, 20_000_003])       # less than a prompt; more than float32 can count

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import moduleformer
 from conftest import ROOT
+from plumbing.cli import UserError
 from plumbing.data import as_tensor, load_bin, tokens_at
 from plumbing.machine import Machine
 from plumbing.models import make_config
@@ -96,6 +98,16 @@ def test_every_column_has_a_name_of_its_own(run, smoke, tmp_path, monkeypatch):
     (tmp_path / 'lr_0.5').symlink_to(paths[0].parent)
     told = run('tools.eval_length', tmp_path / 'lr_0.5', '--length=64', here=True).stdout
     assert '\nlr_0.5: 0.0000' in told
+
+
+@pytest.mark.parametrize('length', [8, 128])
+def test_a_broken_checkpoint_is_not_a_table_of_positions(length):
+    config = moduleformer.Config(vocab_size=5, block_size=64, n_layer=1, n_embd=8, d_att=8, d_ffd=8, n_head=1)
+    weights = moduleformer.Model(config).state_dict()
+    weights['wte.weight'][0] = math.nan
+    ckpt = dict(model='moduleformer', config=asdict(config), weights=weights, adapted=[], folder='run')
+    with pytest.raises(UserError, match='run: some of its weights are not finite'):
+        eval_length.load_longer('run', ckpt, length, 'cpu')
 
 
 @pytest.mark.slow
