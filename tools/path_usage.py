@@ -95,7 +95,7 @@ def main():
                         'only a PaPaformer has paths')
     tokenizer = run_tokenizer(ckpt)
     limit = model.config.block_size
-    if args.length >= limit:
+    if args.data and args.length >= limit:
         raise UserError(f'--length {args.length} must be less than {limit}')
     names = [f'path {i}' for i in range(len(model.config.path_embd))]
     if args.data and len(args.data) != len(names):
@@ -117,7 +117,8 @@ def main():
     print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
     result = {}
     for path, (domain, choices) in enumerate(zip(domains, found)):
-        result[domain] = row = summarise(choices, path, len(names))
+        name = f'{domain}, path {path}' if domain in result else domain      # two paths may share one
+        result[name] = row = summarise(choices, path, len(names))
         shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
         print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")
     paths = [torch.full((len(choices),), path) for path, choices in enumerate(found)]

@@ -47,6 +47,17 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
     assert row['layers'] == [[1.0, 0.0], [0.0, 1.0]]
     run('tools.path_usage', folder, here=True)
     assert len(seen) == 22 and all(idx[0, 0] == eot for idx in seen[2:])
+    args[2] = stories                                    # both paths were trained on the same text
+    run('tools.path_usage', folder, *args, here=True)
+    result = json.loads((tmp_path / 'u.json').read_text())
+    assert [*result] == [str(stories), f'{stories}, path 1', 'accuracy']
+
+
+def test_prompts_have_their_own_length(run, data_dir, tmp_path, monkeypatch):
+    run('train.py', 'config/papaformer.py', '--block_size=16', f'--data_dir={data_dir}', f'--out_dir={tmp_path}',
+        '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0', here=True)
+    monkeypatch.setattr(papaformer, 'path_usage', lambda model, idx: torch.tensor([[0, 1]]))
+    run('tools.path_usage', tmp_path, here=True)         # --length, 16 by default, is that of --data
 
 
 @pytest.mark.slow
@@ -55,7 +66,7 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
     ('llama', [], 'parallel layers'),
     ('papaformer', ['--data', *['{data_dir}/toy_stories'] * 3], 'a data set for each of 2 paths, not 3'),
     ('papaformer', ['--data', '{data_dir}/toy_math'], 'a data set for each of 2 paths, not 1'),
-    ('papaformer', ['--length=64'], 'less than 64'),
+    ('papaformer', ['--length=64', '--data', *['{data_dir}/toy_math'] * 2], 'less than 64'),
     ('papaformer', ['--data', '{data_dir}/toy_math', '{data_dir}/nothing'], 'nothing')])
 def test_mistakes(run, smoke, data_dir, config, args, message):
     args = [arg.format(data_dir=data_dir) for arg in args]
