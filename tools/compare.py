@@ -27,7 +27,7 @@ AXES = ('step', 'tokens', 'minutes', 'FLOPs')
 DIFFER = 'settings that differ'
 # What a step's line holds besides auxiliary losses, and a run's first line besides settings.
 USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'epoch',
-         'windows', 'chunks', 'words', *AXES}    # chunks: what windows were called before
+         'windows', 'words', *AXES}
 SIZES = {'parameters', 'active', 'trained', 'steps', 'tokens_per_step'}
 NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume', 'overwrite'}
 
@@ -43,7 +43,9 @@ def find_log(path):
 
 
 def flatten(line):
-    """A line of a log as one flat record. Raises if a value has the wrong type."""
+    """A line of a log as one flat record, so that records can be merged with |. Keys: 'loss' and other
+    numbers as logged; ('val', set, score), ('route', layer, choice), and ('set', name) for settings.
+    Raises if a value has the wrong type."""
     record = {key: float(value) for key, value in line.items() if isinstance(value, (int, float))}
     record['iter'] = int(record['iter'])
     record['kind'] = next(kind for kind in ('run', 'val', 'loss', 'iter') if kind in line)
@@ -152,14 +154,15 @@ def make_cells(about, last, steps, evals, aux):
             DIFFER: {key[1]: value for key, value in about.items() if key[:1] == ('set',)}}
 
 
-def make_table(runs):
-    """Rows of a label and a cell per run; a heading stands alone."""
-    rows = [['', *(run['name'] for run in runs)]]
+def make_table(runs, shown):
+    """Rows of a label and a cell per run that is shown; a heading stands alone. A setting is a row if it
+    differs between any of all runs."""
+    rows = [['', *(run['name'] for run in shown)]]
     for section in runs[0]['cells']:
-        columns = [run['cells'][section] for run in runs]
+        columns = [run['cells'][section] for run in shown]
         labels = list(dict.fromkeys(label for column in columns for label in column))
         if section == DIFFER:
-            told = [column for column in columns if column]      # older logs have no settings
+            told = [run['cells'][DIFFER] for run in runs if run['cells'][DIFFER]]    # older logs have none
             labels = [label for label in labels if len({column.get(label) for column in told}) > 1]
         if labels:
             rows.append([section])
@@ -173,11 +176,11 @@ def cut(text, most):
     return text if len(text) <= most else f'{text[:most // 2 - 2]}...{text[-most // 2 + 1:]}'
 
 
-def print_table(rows):
+def print_table(runs):
     """Three runs side by side, the next ones below them: 100 columns."""
-    for first in range(1, len(rows[0]), 3):
-        for label, *cells in rows:
-            text = ''.join(f' {cut(cell, 21):>21}' for cell in cells[first - 1:first + 2])
+    for first in range(0, len(runs), 3):
+        for label, *cells in make_table(runs, runs[first:first + 3]):
+            text = ''.join(f' {cut(cell, 21):>21}' for cell in cells)
             print(f'  {cut(label, 32):32}{text}' if cells else label)
         print()
 
@@ -232,10 +235,9 @@ def main():
         raise UserError('--png needs matplotlib: pip install matplotlib')
     while True:
         runs = [read_run(path) for path in args.runs]
-        rows = make_table(runs)
-        print_table(rows)
+        print_table(runs)
         if args.html:
-            write_page(args.html, runs, rows, args.watch)
+            write_page(args.html, runs, make_table(runs, runs), args.watch)
             print(f'{args.html}: open it in a browser')
         if args.png:
             draw(args.png, runs)

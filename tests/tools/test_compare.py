@@ -93,6 +93,16 @@ def test_numbers_are_those_of_the_log(run, tmp_path):
     assert second['routes'] == {}
 
 
+def test_a_row_that_no_run_of_three_has_is_not_printed(run, tmp_path):
+    """But a setting that differs between the first three and the others is."""
+    for name in 'abc':
+        write_log(tmp_path / name, start(seed=1), step(1))
+    write_log(tmp_path / 'd', start(seed=2), step(1, balance=2.0), evaluation(1, 2.0))
+    first, second = run('tools.compare', *'abcd', cwd=tmp_path, here=True).stdout.rstrip().split('\n\n')
+    assert 'balance' not in first and 'validation' not in first and cells(first)['seed'] == ['1'] * 3
+    assert cells(second)['balance'] == ['2'] and cells(second)['seed'] == ['2']
+
+
 def test_a_real_run(run, data_dir, tmp_path):
     """What train.py writes today is understood."""
     run('train.py', 'config/moep.py', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run', '--max_iters=2',
