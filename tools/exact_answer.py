@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import prepare
 from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
-                          write_json)
+from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
 from plumbing.data import load_bin
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
@@ -44,27 +44,13 @@ def last_number(text):
 def read_problems(path):
     """[(question, solution), ...] of a .jsonl file or of a data set's validation documents."""
     path = Path(path)
-    problems = read_jsonl(path) if path.suffix == '.jsonl' else read_val_documents(path)
+    if path.suffix == '.jsonl':
+        names = ['question', 'generated_solution']
+        problems = [tuple(row[name] for name in names) for _, row in prepare.read_rows(path, names)]
+    else:
+        problems = read_val_documents(path)
     if not problems:
         raise UserError(f'{path} holds no problems (a question, a newline, a solution)')
-    return problems
-
-
-def read_jsonl(path):
-    if not path.exists():
-        raise UserError(f'there is no file {path}')
-    problems = []
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            problem = str(row['question']), str(row['generated_solution'])
-            ''.join(problem).encode('utf-8')             # a lone surrogate is not text
-            problems.append(problem)
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f'{path}:{number}: '
-                            'not a row with question and generated_solution') from None
     return problems
 
 
