@@ -43,12 +43,7 @@ def read_results(track, results):
             continue                                     # not the arena's
         try:
             result = parse_json(path.read_text())
-            scores = {key: float(result[key]) for key in SCORES if key not in MODES}
-            for mode in MODES:
-                scores[mode] = None if result[mode] is None else float(result[mode])
-            if not all(math.isfinite(score) for score in scores.values() if score is not None):
-                raise ValueError
-            found.setdefault(name, {})[int(seed)] = scores
+            found.setdefault(name, {})[int(seed)] = {key: result[key] for key in SCORES}
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path} is not a result: delete it, and run its entry again') from None
     return found
