@@ -94,7 +94,7 @@ def export(path, folder):
             clean_up_tokenization_spaces=False, add_prefix_space=False,
             split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
     for name, content in files.items():
-        write_json(folder / name, content)
+        write_indented(folder / name, content)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
     wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
     write(folder / 'modeling_nanopaths.py', wrapper)
@@ -103,7 +103,7 @@ def export(path, folder):
         write(folder / name, (ROOT / name).read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
     write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
-    write_json(folder / 'config.json', hf_config(model, ckpt) | ids)
+    write_indented(folder / 'config.json', hf_config(model, ckpt) | ids)
     return model, tokenizer
 
 
@@ -112,7 +112,7 @@ def write(path, content):
         file.write(content)
 
 
-def write_json(path, content):
+def write_indented(path, content):
     write(path, (json.dumps(content, indent=2, ensure_ascii=False) + '\n').encode())
 
 
