@@ -117,7 +117,7 @@ def main():
     print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
     result = {}
     for path, (domain, choices) in enumerate(zip(domains, found)):
-        name = f'{domain}, path {path}' if domain in result else domain      # two paths may share one
+        name = f'{domain}, path {path}' if domain in result else domain  # given twice
         result[name] = row = summarise(choices, path, len(names))
         shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
         print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")

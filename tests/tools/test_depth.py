@@ -60,8 +60,8 @@ def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
 
 
 def test_one_layer(run, data_dir, tmp_path):
-    run('train.py', 'config/stlm_depth.py', '--n_layer=1', '--capacity=1.0', '--aux_weights={}', '--max_iters=1',
-        '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', f'--data_dir={data_dir}',
+    run('train.py', 'config/stlm_depth.py', '--n_layer=1', '--capacity=1.0', '--aux_weights={}',
+        '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2', f'--data_dir={data_dir}',
         f'--out_dir={tmp_path}', here=True)
     told = run('tools.depth', tmp_path, *FEW, here=True).stdout.splitlines()
     assert len(told) == 2 and told[1].startswith('no drafts')        # there is no layer that could draft

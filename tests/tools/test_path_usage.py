@@ -54,8 +54,8 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
 
 
 def test_prompts_have_their_own_length(run, data_dir, tmp_path, monkeypatch):
-    run('train.py', 'config/papaformer.py', '--block_size=16', f'--data_dir={data_dir}', f'--out_dir={tmp_path}',
-        '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0', here=True)
+    run('train.py', 'config/papaformer.py', '--block_size=16', '--max_iters=1', '--batch_size=1',
+        '--eval_tokens=64', '--sample_tokens=0', f'--data_dir={data_dir}', f'--out_dir={tmp_path}', here=True)
     monkeypatch.setattr(papaformer, 'path_usage', lambda model, idx: torch.tensor([[0, 1]]))
     run('tools.path_usage', tmp_path, here=True)         # --length, 16 by default, is that of --data
 
