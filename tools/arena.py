@@ -114,27 +114,34 @@ def find_fault(name, stages, track):
     return ''
 
 
+def find_runs(name, entry, args):
+    """-> what the entry was in earlier results and runs, the runs to make, and the paths of all."""
+    earlier, todo, paths = [], [], []
+    for seed in range(1, SEEDS + 1):                     # the tables show all that there are
+        file = args.results / args.track / f'{name}_{seed}.json'
+        out = args.out / args.track / f'{name}_{seed}'
+        paths += [file, out]
+        earlier += [read_kept(file), saved_entry(out)]
+        if seed <= args.seeds and not file.exists():
+            todo.append((seed, name, entry, file, out))
+    return earlier, todo, paths
+
+
 def race(entries, args):
     """Every entry with seed 1, then with the next. The others still run if one fails -> those that
     failed, and messages about changed code."""
-    results, runs = args.results / args.track, args.out / args.track
+    results = args.results / args.track
     pairs = args.data_dir / TRACKS[args.track]['pairs']
-    failed, changed, left, new = [], [], [], []
+    failed, changed, runs, new = [], [], [], []
     for name, stages in entries.items():
         entry = identify(stages)
-        files, made, more = [], [], []
-        for seed in range(1, SEEDS + 1):                 # the tables show all that there are
-            file, out = results / f'{name}_{seed}.json', runs / f'{name}_{seed}'
-            files += [file, out]
-            made += [read_kept(file), saved_entry(out)]
-            if seed <= args.seeds and not file.exists():
-                more.append((seed, name, entry, file, out))
-        changed += check_kept(name, entry, made, more, files)
-        if not any(made):
+        earlier, todo, paths = find_runs(name, entry, args)
+        changed += check_kept(name, entry, earlier, todo, paths)
+        if not any(earlier):
             new.append(name)
-        left += more
-    left.sort(key=lambda run: run[0])                    # by seed, else in this order
-    if left:
+        runs += todo
+    runs.sort(key=lambda run: run[0])                    # by seed, else in this order
+    if runs:
         need_data(args)
         results.mkdir(parents=True, exist_ok=True)
         prepare.make_missing_toys([pairs.name], args.data_dir)
@@ -144,10 +151,10 @@ def race(entries, args):
     for name in new:
         if fault := find_fault(name, entries[name], args.track):
             failed.append(fault)
-            left = [run for run in left if run[1] != name]
-    for number, (seed, name, entry, file, out) in enumerate(left, 1):
+            runs = [run for run in runs if run[1] != name]
+    for number, (seed, name, entry, file, out) in enumerate(runs, 1):
         model = model_file(entry['configs'][-1]['model'])
-        print(f'\n==== {number} of {len(left)}: {name} ({model}), seed {seed}', flush=True)
+        print(f'\n==== {number} of {len(runs)}: {name} ({model}), seed {seed}', flush=True)
         try:
             folder, result = train(entries[name], entry, out, seed, args.data_dir)
             result |= score_pairs(folder, pairs)
@@ -177,16 +184,16 @@ def sweep(entries, args):
         file = args.results / args.track / 'sweeps' / f'{name}.json'
         found = read_kept(file)
         entry = identify(stages, key)
-        made = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
-        made += [saved_entry(runs / f'{name}_{setting}') for setting in wanted]
-        left = [setting for setting in wanted if setting not in found]
-        changed += check_kept(name, entry, made, left, [file, *runs.glob(f'{name}_{key}=*')])
-        if left:
+        earlier = [result for setting, result in found.items() if setting.startswith(f'{key}=')]
+        earlier += [saved_entry(runs / f'{name}_{setting}') for setting in wanted]
+        todo = [setting for setting in wanted if setting not in found]
+        changed += check_kept(name, entry, earlier, todo, [file, *runs.glob(f'{name}_{key}=*')])
+        if todo:
             need_data(args)
-        if not (found or any(made)) and (fault := find_fault(name, stages, args.track)):
+        if not (found or any(earlier)) and (fault := find_fault(name, stages, args.track)):
             failed.append(fault)
             continue
-        for setting in left:
+        for setting in todo:
             print(f'\n==== {name}, {setting}', flush=True)
             try:
                 _, result = train(stages, entry, runs / f'{name}_{setting}', 1, args.data_dir, setting)

@@ -22,8 +22,10 @@ from tools.leaderboard import TRACKS, classes
 
 
 def on_track(path, track):
-    """On the track toy, a config of baby stands for its namesake in toy/."""
-    return path.parent / 'toy' / path.name if track == 'toy' and path.parent.name != 'toy' else path
+    """config/arena/moep.py -> config/arena/toy/moep.py on the track toy."""
+    if track == 'toy' and path.parent.name != 'toy':
+        return path.parent / 'toy' / path.name
+    return path
 
 
 def find_entries(paths, track):
@@ -181,17 +183,18 @@ def saved_entry(run):
     return read_kept(run / 'entry.json') if any(run.rglob('ckpt.pt')) else {}
 
 
-def check_kept(name, entry, made, left, files):
-    """Compare an entry with the results and unfinished runs it already has. A changed config is an error.
-    Changed code is an error if runs are left, since two versions would share a row; otherwise it is a
-    message -> a list of them. (Older results have no checksum.)"""
+def check_kept(name, entry, earlier, todo, paths):
+    """Compare an entry with what it was in earlier results and unfinished runs ({} where there are
+    none). A changed config is an error. Changed code is an error if runs are to be made (todo), since
+    two versions would share a row; otherwise it is a message -> a list of them. Both tell how to delete
+    `paths`. (Older results have no checksum.)"""
     for key, what in dict(configs='config', checksum='code').items():
-        if all(each.get(key, entry[key]) == entry[key] for each in made):
+        if all(each.get(key, entry[key]) == entry[key] for each in earlier):
             continue
         changed = f'{name}: its {what} has changed since it ran'
         rename = 'give the new one another name, or delete the old results'
-        command = shlex.join(['rm', '-rf', *[os.path.relpath(file) for file in files if file.exists()]])
-        if left or key == 'configs':
+        command = shlex.join(['rm', '-rf', *[os.path.relpath(path) for path in paths if path.exists()]])
+        if todo or key == 'configs':
             print(command)                               # a line of its own, since errors are cut short
             raise UserError(f'{changed}: {rename}, with the command above')
         return [f'{changed}, and what is shown is of the old code; {rename}: {command}']
