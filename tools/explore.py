@@ -161,8 +161,9 @@ def read(model, tokens, odd):
 
 
 def pack(gate):
-    """(N, choices) gates -> how many a token has, and of each a letter for its choice and one for
-    its percent, '#' for 0. The heaviest come first, up to 8 of 1% or more; choice n means none."""
+    """(N, choices) gates -> `width`, and a string of two letters per gate, which keeps the page small.
+    Each token has `width` gates (at most 8, of 1% or more), the heaviest first: chr(35 + choice),
+    chr(35 + percent). Where it has fewer, the choice is the number of choices."""
     order = np.argsort(-gate, axis=1, kind='stable')[:, :8]
     value = np.take_along_axis(gate, order, axis=1)
     percent = np.minimum(np.round(100 * value), 9999).astype(int)
@@ -189,7 +190,8 @@ def describe_run(path, args, machine):
     texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace') for i in {*ids.tolist()}}
     pairs = zip(ids.tolist(), [tokenizer.eot, *ids.tolist()])
     classes = np.array([token_class(texts[i], texts.get(before, '')) for i, before in pairs])
-    is_text = sets == ''                                 # else of the validation set
+    # The page shows the text if there is one. Statistics are of the validation set if there is one.
+    is_text = sets == ''
     shown = is_text if is_text.any() else ~is_text
     studied = is_text if is_text.all() else ~is_text
     layers = []
