@@ -361,8 +361,9 @@ def read_arguments(argv):
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
     used = dict(toy=['out', 'overwrite'], blimp=['out', 'overwrite', 'name', 'input'])
-    for key, value in vars(args).items() if args.what in used else ():
-        if key not in ['what', *used[args.what]] and value != parser.get_default(key):
+    used = ['what', *used.get(args.what, vars(args))]
+    for key, value in vars(args).items():
+        if key not in used and value != parser.get_default(key):
             raise UserError(f'leave out --{key}: it has no effect on {args.what}')
     if args.what != 'text':
         args.name = args.name or args.what

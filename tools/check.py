@@ -109,7 +109,7 @@ def cached(module, model, x, y):
 def first_wrong(model, out, n, limit):
     """The first token after n that is not the best for a model without a cache, or None."""
     slots = getattr(model.config, 'byte_limit', 0) + 1
-    limit, begin = limit // slots, int(slots > 1)        # of bytes: a start chunk counts, too
+    limit, begin = limit // slots, int(slots > 1)        # a byte model reads a start chunk, too
     first = max(0, n // slots + begin - limit)           # first chunk (or token) in the window
     for t in range(n, out.size(1)):
         if t // slots + begin - first > limit:

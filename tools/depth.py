@@ -116,7 +116,7 @@ def main():
         raise UserError(f"{args.run} is a run of {model_file(ckpt['model'])}, not of stlm_depth.py")
     L = model.config.n_layer
     args.draft_layers = args.draft_layers or range(1, L)
-    if max(args.draft_layers, default=0) >= L:           # none of a model of one layer
+    if max(args.draft_layers, default=0) >= L:           # a model of one layer has none
         raise UserError(f'--draft_layers {max(args.draft_layers)}: the model has {L} layers, '
                         'and at least one must verify')
     folder = args.data or data_folder(ckpt)
