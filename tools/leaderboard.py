@@ -20,7 +20,7 @@ MODES = ('harness', 'babylm2025')        # of eval_blimp.py
 SEEDS = 100                              # of an entry, at most
 SCORES = ('parameters', 'active', 'flops_per_token', 'tokens', 'tokens_per_s', 'minutes', 'loss',
           'bits_per_byte', *MODES)
-SHOWN = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'BLiMP `harness`',
+SHOWN = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `harness`',
          'against the dense entry')      # the columns in a terminal
 SURE = 0.01                              # a difference counts if p is less
 
@@ -93,7 +93,7 @@ def verdict(mine, dense):
 def table(track, key, results):
     """The cells of a class: the header, then its entries, the best first."""
     yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'tokens/s', 'minutes',
-           'val loss', 'bits per byte', 'BLiMP `harness`', 'BLiMP `babylm2025`', 'against the dense entry']
+           'val loss', 'bits per byte', 'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
     found = read_results(track, results)
     bits = {}
     for name, seeds in found.items():

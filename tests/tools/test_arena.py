@@ -754,7 +754,7 @@ def test_every_column_has_its_own_score(tmp_path):
     assert dict(zip(head, row, strict=True)) == {
         'entry': 'mine', 'seeds': '1', 'parameters, M': '28.00', 'active, M': '20.00',
         'MFLOPs per token': '90.00', 'tokens/s': '400,000', 'minutes': '7.0', 'val loss': '3.200',
-        'bits per byte': '1.2500', 'BLiMP `harness`': '66.0', 'BLiMP `babylm2025`': '65.0',
+        'bits per byte': '1.2500', 'pairs `harness`': '66.0', 'pairs `babylm2025`': '65.0',
         'against the dense entry': '-'}
 
 
