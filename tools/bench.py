@@ -109,7 +109,7 @@ def measure(row, args, machine, rate):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     total, active = model.count_params()
-    flops = training_flops(row.file, row.config, active, row.T)
+    flops = training_flops(row.config, active, row.T)
     rows = s.batch_size
     if args.generate:
         found = generation(model, rows, args.generate, machine)

@@ -87,7 +87,7 @@ def check_entry(config, earlier, alone, track):
     if window != rules['window']:
         raise UserError(f'{config} reads windows of {window} tokens; '
                         f"the track {track} has {rules['window']}")
-    cost = training_flops(s.model, model.config, active, window)
+    cost = training_flops(model.config, active, window)
     count = dict(parameters=total, flops_per_token=cost)
     if not classes(count, track):
         raise UserError(f'{config} has {total / 1e6:.2f}M parameters and takes {cost / 1e6:.2f}M '
@@ -161,8 +161,7 @@ def read_run(folder):
     return dict(
         {key: about[key] for key in ('device', 'torch', 'parameters', 'active')},
         command=f"python {about['command']}",
-        flops_per_token=training_flops(
-            s['model'], config, about['active'], s['seq_len'] or config.block_size),
+        flops_per_token=training_flops(config, about['active'], s['seq_len'] or config.block_size),
         tokens=about['steps'] * about['tokens_per_step'],
         tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
         minutes=last['seconds'] / 60,

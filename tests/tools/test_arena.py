@@ -16,7 +16,7 @@ import papaformer
 import selfmoe
 from conftest import ROOT, run_here
 from plumbing.cli import UserError
-from plumbing.models import sketch
+from plumbing.models import import_model, sketch
 from plumbing.settings import read_settings
 from tools import arena, check, entries, flops, leaderboard
 
@@ -686,7 +686,8 @@ def test_what_has_no_toy_config_is_left_out(track, go, tmp_path):
 
 
 def test_attention_by_hand():
-    """The width of all heads that a token's queries have, in all layers."""
+    """The width of all heads that a token's queries have, in all layers: of a Config, and of one that
+    inherits it."""
     size = dict(n_layer=4, n_embd=16)
     for name, keys, width in (
             ('moep', dict(n_parallel=3, n_block=4, n_embd_parallel=6), 4 * 16 + 3 * 4 * 6),
@@ -694,19 +695,19 @@ def test_attention_by_hand():
             ('moduleformer', dict(top_k=2, d_att=8), 4 * 2 * 8),
             ('selfmoe', {}, 4 * 16), ('stlm', {}, 4 * 16), ('strong', {}, 4 * 16),
             ('stlm_depth', dict(capacity=0.25, route_every=2), 2 * 16 + 2 * 16 / 16)):   # 1/4 reads 1/4
-        cost = flops.training_flops(name, SimpleNamespace(**size, **keys), 100, 10)
-        assert cost == 6 * 100 + 6 * width * 10, name
+        kind = type(import_model(name).Config.__name__, (SimpleNamespace,), {})
+        for config in (kind, type('MineConfig', (kind,), {})):
+            cost = flops.training_flops(config(**size, **keys), 100, 10)
+            assert cost == 6 * 100 + 6 * width * 10, name
 
 
-@pytest.mark.parametrize('name', ['moep', 'arena.mine'])
-def test_a_model_whose_attention_is_not_known(monkeypatch, name):
+def test_a_model_whose_attention_is_not_known():
     """The line that is told is one of Python."""
-    monkeypatch.setattr(flops, 'ATTENTION', {})
-    monkeypatch.setattr(flops, 'import_model', lambda name: SimpleNamespace(Model=object))
-    with pytest.raises(UserError, match='add to ATTENTION a line such as ') as told:
-        flops.training_flops(name, None, 1, 1)
+    config = type('MineConfig', (SimpleNamespace,), {})(n_layer=2, n_embd=3)
+    with pytest.raises(UserError, match='attention of MineConfig: add to ATTENTION a line ') as told:
+        flops.training_flops(config, 1, 1)
     line = str(told.value).rpartition('such as ')[2]
-    assert eval(f'{{{line}}}')[name](SimpleNamespace(n_layer=2, n_embd=3)) == 6
+    assert eval(f'{{{line}}}')['MineConfig'](config) == 6
 
 
 # ---- The table ----------------------------------------------------------------------------------
