@@ -181,7 +181,7 @@ OBJECTS = [b'', b'\0' * 9, (), 1j, {1, 2}, torch.float16, torch.Size([10 ** 9]),
            torch.zeros(2), torch.zeros(1).expand(10 ** 10)]      # and what a checkpoint can
 EVIL = '__import__("os").system("touch EVIL")'
 LORA = [{'rank': 10 ** 9}, {'rank': -1}, {'rank': NAN}, {'rank': 2, 'evil': 1}, {'alpha': NAN},
-        {'only': '('}, {'only': '([a-z0-9._]+)+!'}, []]
+        {'only': '('}, []]
 ADAPTED = [*([('lora.add_lora', args)] for args in LORA), [('lora.add_lora', {'rank': 2})] * 2,
            [('timeit.timeit', {'stmt': EVIL, 'number': 1})], [('os.system', {'command': 'touch EVIL'})],
            [('lora.merge_lora', {})], [('add_lora', {})], [(None, {})], ['lora.add_lora'], [()], [1], 'xy', 7]
