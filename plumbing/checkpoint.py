@@ -22,9 +22,9 @@ from plumbing.tokenizer import load_tokenizer
 
 # ---- Reading a checkpoint: nothing in it is believed before it is checked -----------------------
 
-FIELDS = dict(model=str, config=dict[str, typing.Any], settings=dict[str, typing.Any], iter=int,
-              tokenizer=str, weights=dict[str, torch.Tensor], words=float, adapted=list[list],
-              frozen=list[str], shards=int, token=str)
+FIELDS = dict(model=str, settings=dict[str, typing.Any], iter=int, tokenizer=str,
+              weights=dict[str, torch.Tensor], words=float, adapted=list[list], frozen=list[str],
+              shards=int, token=str)                     # and config, which the model's own class checks
 RESUME_FIELDS = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 
@@ -47,8 +47,7 @@ def read_checkpoint(path):
         raise UserError(f'{file} cannot be read as a checkpoint ({reason}); {hint}') from None
     try:
         module = import_model(ckpt['model'])
-        keys, = assign_keys(ckpt['config'], module.Config)
-        config = asdict(make_config(module, keys))
+        config = asdict(make_config(module, ckpt['config']))
     except Exception as e:                               # the model file does not fit
         raise UserError(f'{file}: {e}') from None
     return {**ckpt, 'config': config, 'folder': str(file.parent)}
@@ -57,7 +56,8 @@ def read_checkpoint(path):
 def check_fields(ckpt):
     """The checkpoint, every field but `config` of the right type and in range; raises if not."""
     kinds = FIELDS | RESUME_FIELDS if 'optimizer' in ckpt else FIELDS
-    ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
+    checked = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
+    ckpt = dict(checked, config=ckpt['config'])
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
     known, = assign_keys(known, Settings)
     ckpt['settings'] = asdict(Settings(**known))     # one that was not there yet has its default

@@ -613,6 +613,37 @@ def test_two_processes_equal_one(tiny, tiny_fork, tmp_path):
         assert not torch.equal(*(rank['random']['cpu'] for rank in ranks))
 
 
+# ---- A model of your own ------------------------------------------------------------------------
+
+
+MINE = '''
+import math
+from dataclasses import dataclass
+from moep import MoEP, MoEPConfig
+
+@dataclass
+class MineConfig(MoEPConfig):
+    noise: float = None
+    most: float = math.inf
+
+Config, Model = MineConfig, MoEP
+'''
+
+
+def test_defaults_that_are_not_of_their_type(tiny, run, tmp_path, monkeypatch):
+    """Such a Config is common. Its run can be resumed and read."""
+    (tmp_path / 'mine.py').write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr('plumbing.models.ROOT', tmp_path)    # where model files are looked for
+    monkeypatch.delitem(sys.modules, 'mine', raising=False)
+    tiny('--model=mine', '--max_iters=2')
+    tiny('--model=mine', '--max_iters=3', '--resume')
+    assert list(losses(tmp_path / 'run')) == [1, 2, 3]
+    run('sample.py', tmp_path / 'run', '--max_new_tokens=2', here=True)
+    config = load_checkpoint(tmp_path / 'run')[0].config
+    assert config.noise is None and config.most == math.inf
+
+
 # ---- Starting from other runs -------------------------------------------------------------------
 
 
@@ -862,7 +893,7 @@ def test_broken_checkpoints(tiny, tmp_path):
     whole = (out / 'ckpt.pt').read_bytes()
     ckpt = torch.load(out / 'ckpt.pt', weights_only=True)
     torch.save(dict(ckpt, model='papaformer'), out / 'ckpt.pt')
-    assert "unknown key 'n_head_parallel'" in resume()      # it has a config of another model
+    assert "unexpected keyword argument 'n_head_parallel'" in resume()   # it has a config of another model
     torch.save(dict(ckpt, tokenizer='another'), out / 'ckpt.pt')
     assert 'tokenizer' in resume()
     line = one_line(tiny('--max_iters=4', f'--init_from={out}', code=2, out='next'))

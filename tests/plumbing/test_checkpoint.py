@@ -80,7 +80,9 @@ def test_a_run_starts_from_one_with_its_tokenizer():
 @pytest.mark.parametrize('changes, message', [
     (dict(model='mine'), 'there is no model file mine.py; there are: '),
     (dict(model='arena.mine'), 'there is no model file arena/mine.py; '),
-    (dict(config=dict(n_blok=3)), "unknown key 'n_blok'; did you mean 'n_block'?")])
+    (dict(config=dict(n_blok=3)), "moep: MoEPConfig.__init__() got an unexpected keyword argument 'n_blok'"),
+    (dict(config={None: 2}), 'moep: '),
+    (dict(config=dict(n_layer=10 ** 400)), 'moep: n_layer = 10,000,')])
 def test_a_model_file_that_has_changed(tmp_path, changes, message):
     """The checkpoint is whole: nobody is told to train it again."""
     torch.save(state(**changes), tmp_path / 'ckpt.pt')
@@ -126,18 +128,17 @@ def shared(depth):
 
 @pytest.mark.parametrize('changes', [
     dict(iter=-1), dict(iter='3'), dict(iter=2.5), dict(words=float('nan')), dict(words=[1]), dict(model=3.5),
-    dict(tokenizer=None), dict(config=[1]), dict(config={None: 2}), dict(config=dict(n_layer=10 ** 400)),
-    dict(settings=None), dict(settings=dict(data=[1])), dict(settings=dict(learning_rate=float('inf'))),
-    dict(weights=[]), dict(weights={'a': 3}), dict(frozen=[None]), dict(log_bytes=-1), dict(ranks=[3]),
-    dict(ranks=[]), dict(data=dict(epoch=0)), dict(data=dict(epoch=0, position=-1, words=0.0)),
+    dict(tokenizer=None), dict(settings=None), dict(settings=dict(data=[1])),
+    dict(settings=dict(learning_rate=float('inf'))), dict(weights=[]), dict(weights={'a': 3}),
+    dict(frozen=[None]), dict(log_bytes=-1), dict(ranks=[3]), dict(ranks=[]), dict(data=dict(epoch=0)),
+    dict(data=dict(epoch=0, position=-1, words=0.0)),
     dict(data=dict(epoch=0, position=48, words=12.0, seen=48, unit=0, size=9999)),
     dict(weights=dict(a=torch.zeros(1).expand(10 ** 9))), dict(weights=dict(a=torch.zeros(3, device='meta'))),
     dict(weights=dict(a=torch.zeros(3).to_sparse())), dict(config=dict(a=shared(60))),
     dict(adapted=3), dict(adapted=['lora.add_lora'])])
 def test_parts_that_cannot_be(tmp_path, changes):
     torch.save(state(**changes), tmp_path / 'ckpt.pt')
-    told = 'ckpt.pt cannot be read as a checkpoint|ckpt.pt: n_layer must be a finite number'
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match='ckpt.pt cannot be read as a checkpoint'):
         read_checkpoint(tmp_path)
 
 
