@@ -24,7 +24,7 @@ from plumbing.tokenizer import load_tokenizer
 
 FIELDS = dict(model=str, settings=dict[str, typing.Any], iter=int, tokenizer=str,
               weights=dict[str, torch.Tensor], words=float, adapted=list[list], frozen=list[str],
-              shards=int, token=str)                     # and config, which the model's own class checks
+              shards=int, token=str)             # and config, which the model's own class checks
 RESUME_FIELDS = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 
@@ -43,8 +43,11 @@ def read_checkpoint(path):
         raise
     except Exception as e:
         reason = str(e) if isinstance(e, UserError) else 'truncated, or another format'
-        hint = 'try another file in its folder, or train again with --overwrite'
-        raise UserError(f'{file} cannot be read as a checkpoint ({reason}); {hint}') from None
+        refused = re.search(r'GLOBAL (\S+)', str(e))     # torch names a class or function so
+        if refused:
+            reason = f'it holds a {refused[1]}; only plain values and tensors are read'
+        raise UserError(f'{file} cannot be read as a checkpoint ({reason}); '
+                        'try another file in its folder') from None
     try:
         module = import_model(ckpt['model'])
         config = asdict(make_config(module, ckpt['config']))

@@ -2,6 +2,7 @@
 the runs."""
 
 import dataclasses
+import enum
 import os
 import zipfile
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / 'was_here'),)
     torch.save(state(words=Evil()), tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='cannot be read as a checkpoint'):
+    with pytest.raises(UserError, match=r'as a checkpoint \(it holds a \w+.mkdir; only plain values'):
         read_checkpoint(tmp_path)
     assert os.listdir(tmp_path) == ['ckpt.pt']
     setup = f'import os; os.mkdir({str(tmp_path / "was_here")!r})'
@@ -116,6 +117,21 @@ def test_a_checkpoint_with_a_field_missing(tmp_path):
     torch.save([1, 2], tmp_path / 'ckpt.pt')
     with pytest.raises(UserError, match='cannot be read as a checkpoint'):
         read_checkpoint(tmp_path)
+
+
+class Kind(str, enum.Enum):
+    WIDE = 'wide'
+
+
+def test_a_whole_checkpoint_is_not_called_broken(tmp_path):
+    """Nor is anybody told to overwrite a run: its file may be of use by hand."""
+    torch.save(state(config=dict(kind=Kind.WIDE)), tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match=r'\(it holds a .*Kind; only plain values and tensors are') as told:
+        read_checkpoint(tmp_path)
+    (tmp_path / 'ckpt.pt').write_bytes(b'PK')
+    with pytest.raises(UserError, match=r'\(truncated, or another format\); try another file') as other:
+        read_checkpoint(tmp_path)
+    assert 'overwrite' not in f'{told.value} {other.value}'
 
 
 def shared(depth):
