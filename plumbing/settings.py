@@ -90,8 +90,7 @@ def read_settings(argv, usage=''):
     if not argv:
         raise UserError('name a config, such as config/moep.py, or see --help')
     asked_for_help = '-h' in argv or '--help' in argv
-    values = read_command([arg for arg in argv if arg not in ('-h', '--help')])
-    module = import_model(values.get('model', Settings.model))
+    values, module = read_command([arg for arg in argv if arg not in ('-h', '--help')])
     if asked_for_help:
         print_help(usage, values, Settings, module.Config)
         sys.exit(0)
@@ -227,15 +226,16 @@ def config_hint(path):
 
 
 def read_command(argv):
-    """Config files and --key=value in the order given; later ones win. A bare --key means True."""
-    values = {}
+    """-> {key: value} of config files and --key=value in the order given, later ones win; and the
+    model's module. A bare --key means True."""
+    given = {}                          # {key: (value, its text on the command line)}
     out_dir = ''
     bare = None
     for arg in argv:
         if not arg.startswith('--'):
             if bare and not arg.endswith('.py'):
                 raise UserError(f'write {bare}={arg}, without a space')
-            values.update(read_config(arg))
+            given |= {key: (value, None) for key, value in read_config(arg).items()}
             out_dir = default_out_dir(arg)
             continue
         key, equals, text = arg[2:].partition('=')
@@ -243,12 +243,19 @@ def read_command(argv):
             value = literal(ast.parse(text.strip(), mode='eval').body) if equals else True
         except Exception:
             value = text                # not a Python value: a plain string, such as data=toy_math
-        key = key.replace('-', '_')
-        if equals and 'str' in str(Settings.__annotations__.get(key)) and isinstance(value, (int, float)):
+        given[key.replace('-', '_')] = value, text
+        bare = None if equals else arg
+    model, _ = given.get('model', (Settings.model, None))
+    module = import_model(str(model))
+    kinds = typing.get_type_hints(Settings) | typing.get_type_hints(module.Config)
+    values = {'out_dir': out_dir}
+    for key, (value, text) in given.items():
+        kind = str(kinds.get(key))
+        is_word = 'str' in kind and not re.search('int|float', kind)
+        if text and is_word and type(value) in (int, float):
             value = text                # a folder may be named 2024-10-12
         values[key] = value
-        bare = None if equals else arg
-    return {'out_dir': out_dir, **values}
+    return values, module
 
 
 def default_out_dir(config):
@@ -320,7 +327,7 @@ def key_hint(key, owners):
     if key in NANOGPT:
         return f'; here it is {NANOGPT[key]}'
     for owner in owners:
-        if hasattr(owner, key):                          # a class attribute that is not a field
+        if hasattr(owner, key) and not hasattr(type, key):   # a class attribute that is not a field
             return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
     known = [f.name for owner in owners for f in fields(owner)]
     near = difflib.get_close_matches(key, known, 1, 0.6)

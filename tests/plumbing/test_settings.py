@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import sys
 
 import pytest
 
@@ -38,17 +39,41 @@ def test_config_files(tmp_path):
     good = tmp_path / 'good.py'
     good.write_text('"""doc"""\nbatch_size = 2 * 8\naux_weights = dict(block_balance=0.01)  # comment\n'
                     'model = "moep"\n')
-    values = read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
+    values, _ = read_command([str(good), '--batch-size=1e1', '--resume', '--data=toy_math'])
     assert values == dict(out_dir='out/good', batch_size=10.0, aux_weights=dict(block_balance=0.01),
                           model='moep', resume=True, data='toy_math')
-    assert read_command(['--out_dir=out/mine', str(good)])['out_dir'] == 'out/mine'
-    assert read_command(['--batch_size=3', str(good)])['batch_size'] == 16   # what comes later counts
+    assert read_command(['--out_dir=out/mine', str(good)])[0]['out_dir'] == 'out/mine'
+    assert read_command(['--batch_size=3', str(good)])[0]['batch_size'] == 16    # what comes later counts
     given, keys = assign_keys(values, Settings, MoEPConfig)
     assert given['batch_size'] == 10 and type(given['batch_size']) is int and not keys
-    assert read_command([str(ROOT / 'config/paper/moep.py')])['out_dir'] == 'out/paper/moep'
+    assert read_command([str(ROOT / 'config/paper/moep.py')])[0]['out_dir'] == 'out/paper/moep'
     assert assign_keys(dict(out_dir=2024, data=7), Settings) == [dict(out_dir='2024', data='7')]
-    named = read_command(['--out_dir=2024-10-12', '--data=0x10', '--init_from=1_0', '--seed=2_0'])
+    named, _ = read_command(['--out_dir=2024-10-12', '--data=0x10', '--init_from=1_0', '--seed=2_0'])
     assert named == dict(out_dir='2024-10-12', data='0x10', init_from='1_0', seed=20)
+
+
+def test_a_word_that_looks_like_a_number(tmp_path, monkeypatch):
+    """It is kept as it was typed, also for the model's own config; what comes later counts."""
+    (tmp_path / 'worded.py').write_text('''from dataclasses import dataclass
+
+@dataclass
+class Base:
+    tag: str = ''
+
+@dataclass
+class Mine(Base):
+    size: int | str = 'small'
+
+Config, Model = Mine, None
+''')
+    (tmp_path / 'later.py').write_text('tag = 5')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr('plumbing.models.ROOT', tmp_path)
+    monkeypatch.delitem(sys.modules, 'worded', raising=False)
+    args = ['--tag=1e3', '--size=2_0', '--seed=1e1', '--model=worded']
+    s, _, keys = read_settings(args)
+    assert keys == dict(tag='1e3', size=20) and s.seed == 10
+    assert read_settings([*args, f'{tmp_path}/later.py'])[2]['tag'] == '5'
 
 
 @pytest.mark.parametrize('text, message', [
@@ -80,7 +105,7 @@ def test_arithmetic_has_a_bound(tmp_path, value):
     with pytest.raises(UserError) as told:
         assign_keys(read_config(str(tmp_path / 'bad.py')), Settings)
     assert len(str(told.value)) < 200
-    assert read_command([f'--x={value}'])['x'] in (value, 10 ** 400)     # on the command line, a string
+    assert read_command([f'--x={value}'])[0]['x'] in (value, 10 ** 400)      # on the command line, a string
 
 
 def test_arithmetic(tmp_path):
@@ -151,6 +176,19 @@ def test_a_config_that_is_no_text(tmp_path):
     (tmp_path / 'bad.py').write_bytes(b'x = "\xff"')
     with pytest.raises(UserError, match='it cannot be parsed'):
         read_config(str(tmp_path / 'bad.py'))
+
+
+@pytest.mark.parametrize('value', ['3', 'None', '["moep"]'])
+def test_a_model_that_is_no_name(tmp_path, value):
+    (tmp_path / 'bad.py').write_text(f'model = {value}')
+    with pytest.raises(UserError, match='there is no model file'):
+        read_settings([str(tmp_path / 'bad.py')])
+
+
+def test_a_key_that_every_class_has():
+    with pytest.raises(UserError, match="unknown key 'mro'") as told:
+        read_settings(['--mro=1'])
+    assert 'has it without a type' not in str(told.value)
 
 
 def test_a_field_without_a_type_is_told():
