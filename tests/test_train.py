@@ -616,28 +616,28 @@ def test_two_processes_equal_one(tiny, tiny_fork, tmp_path):
 # ---- A model of your own ------------------------------------------------------------------------
 
 
-MINE = '''
+LOOSE = '''
 import math
 from dataclasses import dataclass
 from moep import MoEP, MoEPConfig
 
 @dataclass
-class MineConfig(MoEPConfig):
+class LooseConfig(MoEPConfig):
     noise: float = None
     most: float = math.inf
 
-Config, Model = MineConfig, MoEP
+Config, Model = LooseConfig, MoEP
 '''
 
 
 def test_defaults_that_are_not_of_their_type(tiny, run, tmp_path, monkeypatch):
     """Such a Config is common. Its run can be resumed and read."""
-    (tmp_path / 'mine.py').write_text(MINE)
+    (tmp_path / 'loose.py').write_text(LOOSE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr('plumbing.models.ROOT', tmp_path)    # where model files are looked for
-    monkeypatch.delitem(sys.modules, 'mine', raising=False)
-    tiny('--model=mine', '--max_iters=2')
-    tiny('--model=mine', '--max_iters=3', '--resume')
+    monkeypatch.delitem(sys.modules, 'loose', raising=False)
+    tiny('--model=loose', '--max_iters=2')
+    tiny('--model=loose', '--max_iters=3', '--resume')
     assert list(losses(tmp_path / 'run')) == [1, 2, 3]
     run('sample.py', tmp_path / 'run', '--max_new_tokens=2', here=True)
     config = load_checkpoint(tmp_path / 'run')[0].config
