@@ -65,10 +65,15 @@ class RunFolder:
     def find(self, model_keys):
         """The checkpoint that --resume continues, or None. No run is overwritten silently."""
         s = self.s
-        writes = s.max_iters != 0 or s.surgery
-        if writes and not (s.resume or s.overwrite) and any(self.path.glob('ckpt*.pt')):
-            raise UserError(f'{self.path} already holds a run: add --resume to continue it, '
-                            '--overwrite to start over, or set another --out_dir')
+        log = self.path / 'log.jsonl'
+        will_save = s.max_iters != 0 or s.surgery
+        if will_save and not (s.resume or s.overwrite):
+            if any(self.path.glob('ckpt*.pt')):
+                raise UserError(f'{self.path} already holds a run: add --resume to continue it, '
+                                '--overwrite to start over, or set another --out_dir')
+            if log.is_file() and log.stat().st_size > 0:
+                raise UserError(f'{log} is the log of a run that has no checkpoint: add --overwrite to '
+                                'start over with a new log, or set another --out_dir')
         is_there = s.resume and (self.path / 'ckpt.pt').exists()
         ckpt = read_checkpoint(self.path) if is_there else None
         found = ckpt and (ckpt['iter'], ckpt['token'], ckpt.get('seconds'))
@@ -78,7 +83,7 @@ class RunFolder:
         if ckpt:
             check_resume(ckpt, s, model_keys, self.machine)
         elif s.resume:
-            self.machine.say(f'resume    nothing to resume in {self.path}: a new run begins')
+            self.machine.say(f'resume    nothing to resume in {self.path}: a new run begins, with a new log')
         return ckpt
 
     def open(self, corpus, ckpt):

@@ -89,6 +89,20 @@ def test_no_run_is_overwritten_silently(tmp_path, machine, said):
     assert find(resume=True) is None and 'nothing to resume in' in said[-1]
 
 
+def test_no_log_is_lost_silently(tmp_path, machine, said):
+    """Whether somebody deleted ckpt.pt, or the run was killed before its first save."""
+    def find(**settings):
+        return RunFolder(Settings(out_dir=str(tmp_path), **settings), machine).find({})
+    (tmp_path / 'log.jsonl').touch()
+    assert find() is None                                # there is nothing to lose
+    (tmp_path / 'log.jsonl').write_text('{"iter": 1}\n')
+    with pytest.raises(UserError, match='log of a run that has no checkpoint: add --overwrite to start over'):
+        find()
+    assert find(overwrite=True) is None and find(max_iters=0) is None and said == []
+    assert find(resume=True) is None
+    assert said == [f'resume    nothing to resume in {tmp_path}: a new run begins, with a new log']
+
+
 # ---- Writing ------------------------------------------------------------------------------------
 
 
