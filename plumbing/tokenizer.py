@@ -68,16 +68,15 @@ class Tokenizer:
             yield self.pauses
         yield from map(self.encode_part, PARTS.findall(text[first:]))
 
-    def decode_bytes(self, ids):
-        return b''.join(self.token_bytes[i] for i in ids if i < self.n_vocab)    # a model may have more
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode('utf-8', errors='replace')
+    def decode(self, ids, end=b''):
+        """Text, with `end` where a document ends."""
+        known = [i for i in ids if i < self.n_vocab]     # a model may have more
+        parts = [end if i == self.eot else self.token_bytes[i] for i in known]
+        return b''.join(parts).decode('utf-8', errors='replace')
 
     def show(self, ids):
         """Text to look at: an empty line where a document ends."""
-        parts = [b'\n\n' if i == self.eot else self.decode_bytes([i]) for i in ids]
-        return b''.join(parts).decode('utf-8', errors='replace').strip('\n')
+        return self.decode(ids, end=b'\n\n').strip('\n')
 
 
 def ranks_blob(vocab):

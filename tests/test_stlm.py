@@ -375,7 +375,7 @@ def test_nothing_is_lost(limit):
         for text in docs:
             ids = tokenizer.encode(text)
             assert whole(ids, 259, limit) and tokenizer.decode(ids) == text
-            assert tokenizer.decode_bytes(ids) == text.encode() and (not text) == (not ids)
+            assert (not text) == (not ids)
             symbols += ids + tokenizer.end
         assert whole(symbols, 259, limit) and tokenizer.decode(symbols) == ''.join(docs)
         bin_ = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
