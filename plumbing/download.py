@@ -38,17 +38,15 @@ NAMED = {    # how each is prepared unless the command says otherwise, and its f
     'blimp': ({}, {'blimp.zip': BLIMP})}
 
 
-def fetch_named(name, raw, base=None, pause=1.0):
-    """Download a named data set into raw/name and unpack its zip files. Tests set `base`, their host."""
+def fetch_named(name, raw):
+    """Download a named data set into raw/name and unpack its zip files."""
     folder = Path(raw) / name
     folder.mkdir(parents=True, exist_ok=True)
     for file, url in NAMED[name][1].items():
         path = folder / file
-        if base:
-            url = re.sub('https://[^/]+', base, url)
         if not path.exists():
             size, checksum = published(url)
-            download(url, path, size, checksum, pause=pause)
+            download(url, path, size, checksum)
         if path.suffix == '.zip' and not path.with_suffix('').exists():
             try:
                 unpack(path)

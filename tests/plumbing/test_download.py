@@ -7,13 +7,14 @@ import io
 import json
 import os
 import random
+import re
 import threading
 import zipfile
 
 import pytest
 
 import prepare
-from plumbing import cli
+from plumbing import cli, download as downloads
 from plumbing.cli import UserError
 from plumbing.download import download, fetch_named, unpack
 from plumbing.tokenizer import EOT
@@ -176,19 +177,23 @@ def served():
     return files
 
 
-def test_named_downloads(tmp_path):
+def test_named_downloads(tmp_path, monkeypatch):
     files = served()
+    open_url = downloads.open_url
+    monkeypatch.setattr(downloads.time, 'sleep', lambda seconds: None)
     with Server(files, breaks=1) as server:
+        here = lambda url, start=0: open_url(re.sub('https://[^/]+', server.base, url), start)
+        monkeypatch.setattr(downloads, 'open_url', here)
         found = {}
         for name in ('tinystories', 'simplewiki', 'babylm', 'blimp'):
-            found[name] = prepare.find_files(fetch_named(name, tmp_path, server.base, pause=0))
+            found[name] = prepare.find_files(fetch_named(name, tmp_path))
         asked = len(server.asked)
-        fetch_named('tinystories', tmp_path, server.base)
+        fetch_named('tinystories', tmp_path)
         assert len(server.asked) == asked                # everything is there already
         files['/datasets/roneneldan/TinyStories/resolve/main/TinyStories-train.txt'] += b'!'
         (tmp_path / 'tinystories/train.txt').unlink()
         with pytest.raises(UserError, match='wrong size'):
-            fetch_named('tinystories', tmp_path, server.base)
+            fetch_named('tinystories', tmp_path)
     names = {name: [(role, path.name) for role, path in paths] for name, paths in found.items()}
     assert names['tinystories'] == [('train', 'train.txt'), ('val', 'valid.txt')]
     assert names['babylm'] == [('train', 'a.train'), ('val', 'a.dev')]
