@@ -193,7 +193,7 @@ def unpack_limit(path):
 
 def read_blocks(path, read):
     """What read(file) returns of a plain, .gz, .xz or .bz2 file, until its end."""
-    open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix, open)
+    open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix.lower(), open)
     try:
         left = math.inf if open_file == open else unpack_limit(path)
         with open_file(path, 'rb') as file:

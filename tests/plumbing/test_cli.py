@@ -117,9 +117,10 @@ def test_where_results_can_go(tmp_path, monkeypatch):
 def test_lines_of_plain_and_compressed_files(tmp_path):
     text = '\ufeffone\r\ntwo\u2028still\n\nlast'.encode()
     lines = [(1, 'one\n'), (2, 'two\u2028still\n'), (3, '\n'), (4, 'last')]
-    for name, content in dict(a=text, b=gzip.compress(text), c=lzma.compress(text)).items():
-        path = tmp_path / (name + dict(a='.txt', b='.gz', c='.xz')[name])
-        path.write_bytes(content)
+    packs = {'.txt': bytes, '.gz': gzip.compress, '.xz': lzma.compress, '.TXT.GZ': gzip.compress}
+    for end, pack in packs.items():
+        path = tmp_path / f'a{end}'
+        path.write_bytes(pack(text))
         assert list(read_lines(path)) == lines
     (tmp_path / 'bad.txt').write_bytes(b'fine\nbad \xff')
     with pytest.raises(UserError, match='bad.txt: line 2, byte 9 is not UTF-8'):
