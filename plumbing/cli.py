@@ -47,12 +47,6 @@ class Parser(argparse.ArgumentParser):
             settings['help'] += ' (default %(default)s)'
         return super().add_argument(*names, **settings)
 
-    def parse_known_args(self, args=None, namespace=None):
-        args = sys.argv[1:] if args is None else args
-        if any(arg == '--' or arg.endswith('=--') for arg in args):  # argparse makes a list of it
-            self.error("'--' is not a value")
-        return super().parse_known_args(args, namespace)
-
     def error(self, message):
         for arg in message.split():
             name = arg.partition('=')[0]
