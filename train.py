@@ -34,7 +34,7 @@ from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
-from plumbing.plan import check_model, set_vocabulary, describe, print_size_only, show_plan, show_sample
+from plumbing.plan import check_model, describe, print_size_only, set_vocabulary, show_plan, show_sample
 from plumbing.settings import read_settings
 from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 
@@ -145,7 +145,7 @@ def main():
             return machine.close()
         raise
     if not (ckpt or s.init_from):
-        set_vocabulary(model_keys, corpus)
+        set_vocabulary(module, model_keys, corpus)
     if print_size_only(module, model_keys, s, machine):
         return machine.close()
 
@@ -159,8 +159,7 @@ def main():
     else:
         model, report = start_model(s, module, model_keys, corpus)
     model.to(machine.device)
-    slots = getattr(model.config, 'byte_limit', 0) + 1   # per chunk; 1: the model reads plain tokens
-    data = Data(s, corpus, s.seq_len or model.config.block_size, machine, slots)
+    data = Data(s, corpus, s.seq_len or model.config.block_size, machine)
     resumed = bool(ckpt)
     it = ckpt['iter'] if resumed else 0
     if resumed:

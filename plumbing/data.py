@@ -112,7 +112,7 @@ class Data:
     the place in it is state. With `stream` the windows stay in the order of the text: every step reads
     one data set, the sets take turns, and row r of the batch reads the r-th part of each."""
 
-    def __init__(self, s, corpus, seq_len, machine, slots=None):
+    def __init__(self, s, corpus, seq_len, machine):
         self.s = s
         self.T = seq_len
         self.slots = corpus.slots
@@ -120,10 +120,6 @@ class Data:
         self.pad = corpus.pad
         self.stride = s.stride or seq_len
         self.rows = s.batch_size * s.gradient_accumulation_steps * machine.world  # windows per step
-        if slots not in (None, self.slots):     # slots of the model's chunks; 1: it reads tokens
-            holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (self.slots, slots))
-            form = f'with --chunks {slots - 1}' if slots > 1 else 'without --chunks or --sentences'
-            raise UserError(f'{corpus.folder} holds {holds}, but {s.model} reads {reads}: prepare it {form}')
         if seq_len % self.slots or self.stride % self.slots:
             raise UserError(f'seq_len and stride must be multiples of a chunk: {self.slots} slots')
         self.sets = []                                   # (begin, end, passes, words per token)

@@ -11,7 +11,7 @@ import torch
 
 from plumbing.cli import UserError, short
 from plumbing.data import tokens_at
-from plumbing.models import explain, model_file, reads_past_block_size, sketch
+from plumbing.models import explain, make_config, model_file, reads_past_block_size, sketch
 from plumbing.toy import TOYS
 
 
@@ -30,16 +30,19 @@ def print_size_only(module, model_keys, s, machine, reason=None):
     return True
 
 
-def set_vocabulary(model_keys, corpus):
-    """The model's vocabulary is the tokenizer's, unless the config names a larger one."""
+def set_vocabulary(module, model_keys, corpus):
+    """The model's vocabulary is the tokenizer's, unless the config names a larger one. Data and model are
+    both of tokens, or of chunks of the same length."""
     vocab = corpus.tokenizer.n_vocab
     size = model_keys.setdefault('vocab_size', vocab)
-    if size < vocab or corpus.slots > 1 and size != vocab:  # byte symbols are counted from the end
-        hint, limit = '', model_keys.get('byte_limit')
-        if limit and corpus.slots == 1:
-            hint = f'; this model reads what prepare.py --chunks {limit} (or --sentences) writes'
-        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
-                        f'has {vocab} entries{hint}')
+    slots = getattr(make_config(module, model_keys), 'byte_limit', 0) + 1    # per chunk; 1: it reads tokens
+    if slots != corpus.slots:
+        holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (corpus.slots, slots))
+        form = f'with --chunks {slots - 1}' if slots > 1 else 'without --chunks or --sentences'
+        raise UserError(f'{corpus.folder} holds {holds}, but {module.__name__} reads {reads}: '
+                        f'prepare it {form}')
+    if size < vocab or slots > 1 and size != vocab:      # byte symbols are counted from the end
+        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries')
 
 
 def check_size(module, model_keys, s, machine):

@@ -272,19 +272,6 @@ def test_a_surgery_sees_training_text():
     assert starts[3:] == [[3000, 3008], [3016, 3024], [3032, 3040]]
 
 
-def test_the_model_reads_what_the_data_holds():
-    c = corpus(dict(a=np.tile([1, 2, 256, 258], 100)))
-    c.slots = 4
-    with pytest.raises(UserError, match='data/a holds chunks of 4 slots, but moep reads tokens: prepare it '
-                                        'without --chunks or --sentences$'):
-        Data(Settings(), c, 8, machine(), slots=1)
-    c.slots = 1
-    with pytest.raises(UserError, match='data/a holds tokens, but moep reads chunks of 9 slots: prepare it '
-                                        'with --chunks 8$'):
-        Data(Settings(), c, 8, machine(), slots=9)
-    Data(Settings(), c, 8, machine(), slots=1)
-
-
 def test_a_stream_reads_one_data_set_per_step():
     """The sets take turns. Each begins anew once per pass, so that what came before can be forgotten."""
     sets = dict(a=np.zeros(100), b=np.ones(300))

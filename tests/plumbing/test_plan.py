@@ -7,10 +7,11 @@ import torch
 
 import moduleformer
 import moep
+import stlm
 from plumbing.cli import UserError
 from plumbing.machine import Machine
 from plumbing.models import sketch
-from plumbing.plan import check_model, check_size, set_vocabulary, describe, print_size_only, show_sample
+from plumbing.plan import check_model, check_size, describe, print_size_only, set_vocabulary, show_sample
 from plumbing.settings import Settings
 
 
@@ -40,18 +41,32 @@ def test_a_check_is_of_training():
     check_model(Exits(2, 2).eval(), s, SimpleNamespace(T=8), Machine('cpu'))
 
 
+def vocabulary(module, keys, n_vocab=100, slots=1):
+    """The size that the model gets for this data."""
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
+    set_vocabulary(module, keys, corpus)
+    return keys['vocab_size']
+
+
 def test_a_vocabulary_is_the_tokenizers_or_larger():
-    def check(keys, n_vocab=100, slots=1):
-        corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=n_vocab), slots=slots, folder='data/a')
-        set_vocabulary(keys, corpus)
-        return keys['vocab_size']
-    assert check({}) == 100 and check(dict(vocab_size=128)) == 128
+    assert vocabulary(moep, {}) == 100 and vocabulary(moep, dict(vocab_size=128)) == 128
     with pytest.raises(UserError, match='vocab_size is 64, but the tokenizer of data/a has 100 entries$'):
-        check(dict(vocab_size=64))
-    with pytest.raises(UserError, match='this model reads what prepare.py --chunks 12'):
-        check(dict(vocab_size=64, byte_limit=12))
+        vocabulary(moep, dict(vocab_size=64))
+    chunks = dict(byte_limit=12, block_size=130)
+    assert vocabulary(stlm, {**chunks}, 259, slots=13) == 259
     with pytest.raises(UserError, match='vocab_size is 260'):        # symbols are counted from the end
-        check(dict(vocab_size=260), 259, slots=13)
+        vocabulary(stlm, dict(chunks, vocab_size=260), 259, slots=13)
+
+
+def test_the_model_reads_what_the_data_holds():
+    with pytest.raises(UserError, match='data/a holds chunks of 4 slots, but moep reads tokens: prepare it '
+                                        'without --chunks or --sentences$'):
+        vocabulary(moep, {}, 259, slots=4)
+    with pytest.raises(UserError, match='data/a holds tokens, but stlm reads chunks of 9 slots: prepare it '
+                                        'with --chunks 8$'):
+        vocabulary(stlm, dict(byte_limit=8, block_size=90))
+    with pytest.raises(UserError, match='stlm: byte_limit'):
+        vocabulary(stlm, dict(byte_limit=-1))
 
 
 @pytest.mark.parametrize('shard, cuda, size', [
