@@ -34,7 +34,7 @@ from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine, Replay
 from plumbing.muon import Muon, split_groups
-from plumbing.plan import check_model, describe, print_size_only, set_vocabulary, show_plan, show_sample
+from plumbing.plan import check_model, describe, set_vocabulary, show_plan, show_sample, show_size_only
 from plumbing.settings import read_settings
 from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 
@@ -141,12 +141,12 @@ def main():
     try:
         corpus = Corpus(s, machine)
     except UserError as e:
-        if print_size_only(module, model_keys, s, machine, reason=e):
+        if show_size_only(module, model_keys, s, machine, why_no_data=e):
             return machine.close()
         raise
     if not (ckpt or s.init_from):
         set_vocabulary(module, model_keys, corpus)
-    if print_size_only(module, model_keys, s, machine):
+    if show_size_only(module, model_keys, s, machine):
         return machine.close()
 
     # model

@@ -22,9 +22,10 @@ from plumbing.tokenizer import load_tokenizer
 
 # ---- Reading a checkpoint: nothing in it is believed before it is checked -----------------------
 
-FIELDS = dict(model=str, settings=dict[str, typing.Any], iter=int, tokenizer=str,
+# What RunFolder.save in folder.py writes. The config is checked by the model's own class.
+FIELDS = dict(model=str, config=object, settings=dict[str, typing.Any], iter=int, tokenizer=str,
               weights=dict[str, torch.Tensor], words=float, adapted=list[list], frozen=list[str],
-              shards=int, token=str)             # and config, which the model's own class checks
+              shards=int, token=str)
 RESUME_FIELDS = dict(optimizer=dict, data=dict, ranks=list[dict], log_bytes=int, seconds=float)
 PLACE = dict(epoch=int, position=int, words=float, seen=int, unit=int, size=int)     # in the data
 
@@ -59,10 +60,9 @@ def read_checkpoint(path):
 def check_fields(ckpt):
     """The checkpoint, every field but `config` of the right type and in range; raises if not."""
     kinds = FIELDS | RESUME_FIELDS if 'optimizer' in ckpt else FIELDS
-    checked = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
-    ckpt = dict(checked, config=ckpt['config'])
+    ckpt = {key: coerce(ckpt[key], kind) for key, kind in kinds.items()}
     known = {key: value for key, value in ckpt['settings'].items() if key in Settings.__dataclass_fields__}
-    known, = assign_keys(known, Settings)
+    [known] = assign_keys(known, Settings)
     ckpt['settings'] = asdict(Settings(**known))     # one that was not there yet has its default
     counts = [ckpt['iter'], ckpt['words']]
     if 'optimizer' in ckpt:
@@ -143,14 +143,14 @@ def checkpoint_hint(folder):
 
 
 def build_model(ckpt, device='cpu', **changes):
-    """The model of a checkpoint, with its weights and, if it has any, its adapters. First without
-    weights: no size is allocated that the checkpoint's own weights do not have."""
+    """The model of a checkpoint, with its weights and, if it has any, its adapters. The model is sketched
+    first: a config that claims more than the file holds is refused before memory is allocated."""
     module = import_model(ckpt['model'])
-    had = ckpt['config']
-    keys = {**had, **changes}
+    old = ckpt['config']
+    keys = {**old, **changes}
 
     def adapt(model):
-        for name, args in ckpt['adapted']:               # of which the config knows nothing
+        for name, args in ckpt['adapted']:               # the config does not mention adapters
             model = find_surgery(name, module)(model, **args)
         return model
 
@@ -161,7 +161,7 @@ def build_model(ckpt, device='cpu', **changes):
     except UserError:
         fits = False
     if not fits:
-        changed = [f'{k} = {v!r} (it has {had.get(k)!r})' for k, v in changes.items() if v != had.get(k)]
+        changed = [f'{k} = {v!r} (it has {old.get(k)!r})' for k, v in changes.items() if v != old.get(k)]
         other = ', '.join(changed) or 'its own config'
         raise UserError(f"{ckpt['folder']}: its weights do not fit {model_file(ckpt['model'])} with {other}")
     model = build(module, keys, device, adapt)

@@ -49,7 +49,9 @@ def named_sets(s):
         raise UserError('data names no data set')
     for name, span in ranges.items():
         numbers = isinstance(span, (tuple, list)) and all(isinstance(v, (int, float)) for v in span)
-        if not (numbers and len(span) in (2, 3) and 0 <= span[0] < span[1] <= 1 and (*span, 1)[2] > 0):
+        fits = numbers and len(span) in (2, 3)
+        low, high, passes = (*span, 1.0)[:3] if fits else (0, 0, 0)
+        if not (0 <= low < high <= 1 and passes > 0):
             raise UserError(f'data[{name!r}] = {span!r} should be (from, to) or (from, to, passes), '
                             'with 0 <= from < to <= 1')
     scored = s.eval_data.split(',') if isinstance(s.eval_data, str) else s.eval_data or list(ranges)
@@ -168,7 +170,8 @@ class Data:
                 windows = np.arange(begin + offset, end - self.T, self.stride)
                 if not self.s.stream:
                     windows = rng.permutation(windows)
-                parts[-1].append(windows[:math.ceil(len(windows) * min(passes, 1.0))])
+                share = min(passes, 1.0)                 # 2.5 passes: two whole ones and half of one
+                parts[-1].append(windows[:math.ceil(len(windows) * share)])
                 passes -= 1
         if self.s.stream:
             return self.take_turns(parts)
@@ -273,7 +276,8 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
         starts = starts[:max(1, eval_tokens // seq_len)]
     starts = F.pad(starts, (0, -len(starts) % world), value=len(tokens))   # as many for every process
     starts = starts[rank::world]
-    for some in starts.split(batch_size) if len(starts) else ():
+    for i in range(0, len(starts), batch_size):
+        some = starts[i:i + batch_size]
         positions = some[:, None] + torch.arange(seq_len + 1, device=device)
         window = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
         x, y = window[:, :-1].contiguous(), window[:, 1:]
@@ -293,7 +297,9 @@ def score_batches(model, batches, token_lengths, machine):
         scored = y >= 0
         cost = nats.float().cpu().double().sum()
         sums += torch.stack((cost, scored.sum(), token_lengths[y[scored]].sum()))
-    nats, targets, n_bytes = machine.sum(sums.to(machine.device) if machine.cuda else sums).tolist()
+    if machine.cuda:
+        sums = sums.to(machine.device)                   # nccl adds up on GPUs only
+    nats, targets, n_bytes = machine.sum(sums).tolist()
     model.train()
     loss = nats / targets
     return dict(loss=loss, perplexity=math.exp(min(loss, 700)),

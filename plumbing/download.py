@@ -176,8 +176,8 @@ def new_folder(target, overwrite=False):
 
 
 def clear_away(target):
-    """What this process and killed ones left of their work: nobody holds its lock. If there is no new
-    data set in its place, the old one comes back."""
+    """Delete what prepare.py left here: this process, or one that was killed. Its lock is free. An old
+    data set without a new one in its place comes back."""
     for path in target.parent.glob(f'.{target.name}.{"?" * 12}.lock'):
         with open(path, 'a') as file:
             if not lock(file):

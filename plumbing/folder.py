@@ -72,8 +72,8 @@ class RunFolder:
                 raise UserError(f'{self.path} already holds a run: add --resume to continue it, '
                                 '--overwrite to start over, or set another --out_dir')
             if log.is_file() and log.stat().st_size > 0:
-                raise UserError(f'{log} is the log of a run that has no checkpoint: add --overwrite to '
-                                'start over with a new log, or set another --out_dir')
+                raise UserError(f'{log} is the log of a run that has no checkpoint: '
+                                'add --overwrite to start over, or set another --out_dir')
         is_there = s.resume and (self.path / 'ckpt.pt').exists()
         ckpt = read_checkpoint(self.path) if is_there else None
         found = ckpt and (ckpt['iter'], ckpt['token'], ckpt.get('seconds'))
@@ -83,7 +83,7 @@ class RunFolder:
         if ckpt:
             check_resume(ckpt, s, model_keys, self.machine)
         elif s.resume:
-            self.machine.say(f'resume    nothing to resume in {self.path}: a new run begins, with a new log')
+            self.machine.say(f'resume    nothing to resume in {self.path}: a new run and log begin')
         return ckpt
 
     def open(self, corpus, ckpt):
@@ -141,7 +141,7 @@ class RunFolder:
 
     def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
         """With the optimiser: everything needed to resume. Without: weights. Processes that share a
-        model, or have a memory of their own each, write parts."""
+        model, or have a memory of their own each, write parts. checkpoint.FIELDS lists all."""
         machine = self.machine
         file = self.path / name
         tensors = dict(weights=model.state_dict())

@@ -84,7 +84,7 @@ class Machine:
 
     def close(self):
         """All processes end together. If one ends early, torchrun ends the others, or gloo's threads crash.
-        (Not with wait(), which may hang: a thread of gloo then needs Python's lock to free its tensor.)"""
+        (Not with wait(), which can hang: gloo frees its tensor in a thread that waits for Python's lock.)"""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()

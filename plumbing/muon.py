@@ -61,7 +61,7 @@ class Muon(torch.optim.AdamW):
 def update_scale(shape):
     """Jordan's: sqrt(max(1, rows / columns)) of a weight (out, in), so that an update changes a
     map's output equally, whatever its shape. A stack of experts is (E, in, out)."""
-    d_out, d_in = shape if len(shape) == 2 else shape[:-3:-1]
+    d_out, d_in = shape if len(shape) == 2 else (shape[-1], shape[-2])
     return math.sqrt(max(1, d_out / d_in))
 
 

@@ -15,34 +15,35 @@ from plumbing.models import explain, make_config, model_file, reads_past_block_s
 from plumbing.toy import TOYS
 
 
-def print_size_only(module, model_keys, s, machine, reason=None):
-    """--max_iters=0 without data (for this reason), or for a model too large to build: print its
-    size and return True."""
+def show_size_only(module, model_keys, s, machine, why_no_data=None):
+    """Without data, or of a huge model, --max_iters=0 prints the size only -> whether it did so."""
     if s.max_iters != 0 or s.init_from:
         return False
     model = sketch(module, model_keys)
-    if not reason and model.count_params()[0] <= 1e9:
+    if not why_no_data and model.count_params()[0] <= 1e9:
         return False
     show_size(model, s, machine)
-    too_large = 'plan      a model of this size is counted, not built'
-    assumed = f'data      a vocabulary of {model.config.vocab_size:,} is assumed: {reason}'
-    machine.say(assumed if reason else too_large)
+    text = 'plan      a model of this size is counted, not built'
+    if why_no_data:
+        text = f'data      a vocabulary of {model.config.vocab_size:,} is assumed: {why_no_data}'
+    machine.say(text)
     return True
 
 
 def set_vocabulary(module, model_keys, corpus):
-    """The model's vocabulary is the tokenizer's, unless the config names a larger one. Data and model are
-    both of tokens, or of chunks of the same length."""
+    """The model's vocabulary is the tokenizer's, unless the config names a larger one. The data
+    must hold what the model reads: tokens, or chunks of its length."""
     vocab = corpus.tokenizer.n_vocab
     size = model_keys.setdefault('vocab_size', vocab)
-    slots = getattr(make_config(module, model_keys), 'byte_limit', 0) + 1    # per chunk; 1: it reads tokens
+    slots = getattr(make_config(module, model_keys), 'byte_limit', 0) + 1    # per chunk; 1: tokens
     if slots != corpus.slots:
-        holds, reads = (f'chunks of {n} slots' if n > 1 else 'tokens' for n in (corpus.slots, slots))
+        name = lambda n: f'chunks of {n} slots' if n > 1 else 'tokens'
         form = f'with --chunks {slots - 1}' if slots > 1 else 'without --chunks or --sentences'
-        raise UserError(f'{corpus.folder} holds {holds}, but {module.__name__} reads {reads}: '
-                        f'prepare it {form}')
+        raise UserError(f'{corpus.folder} holds {name(corpus.slots)}, but {module.__name__} '
+                        f'reads {name(slots)}: prepare it {form}')
     if size < vocab or slots > 1 and size != vocab:      # byte symbols are counted from the end
-        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} has {vocab} entries')
+        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
+                        f'has {vocab} entries')
 
 
 def check_size(module, model_keys, s, machine):

@@ -228,7 +228,7 @@ def config_hint(path):
 def read_command(argv):
     """-> {key: value} of config files and --key=value in the order given, later ones win; and the
     model's module. A bare --key means True."""
-    given = {}                          # {key: (value, its text on the command line)}
+    given = {'model': (Settings.model, None)}    # {key: (value, its text on the command line)}
     out_dir = ''
     bare = None
     for arg in argv:
@@ -245,8 +245,7 @@ def read_command(argv):
             value = text                # not a Python value: a plain string, such as data=toy_math
         given[key.replace('-', '_')] = value, text
         bare = None if equals else arg
-    model, _ = given.get('model', (Settings.model, None))
-    module = import_model(str(model))
+    module = import_model(str(given['model'][0]))
     kinds = typing.get_type_hints(Settings) | typing.get_type_hints(module.Config)
     values = {'out_dir': out_dir}
     for key, (value, text) in given.items():

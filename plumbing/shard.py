@@ -38,7 +38,9 @@ def blocks(model, least=1):
 
 def recompute(forward):
     """A block's forward that keeps only its arguments, and runs again in backward. torch then draws
-    the same dropout on the devices of these arguments, so all of them are passed to it."""
+    the same dropout on the devices of these arguments, so all of them are passed to it.
+    A block may append to a list: its cache. Backward runs the block again and must find the list as it
+    was. So each run gets a copy, and the caller's list is extended once, after the first."""
     lists = (list, UserList)
     copy = lambda args: [list(arg) if isinstance(arg, lists) else arg for arg in args]
 
@@ -46,11 +48,10 @@ def recompute(forward):
         given = [*args, *kwargs.values()]
 
         def once(*values):
-            values = copy(values)                        # forward may extend a list: a cache
+            values = copy(values)
             by_name = dict(zip(kwargs, values[len(args):]))
             return forward(*values[:len(args)], **by_name), values
 
-        # a copy of the lists: as the second run must find them
         result, extended = checkpoint(once, *copy(given), use_reentrant=False)
         for value, new in zip(given, extended):
             if isinstance(value, lists):

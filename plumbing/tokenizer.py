@@ -37,7 +37,8 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 class Tokenizer:
     """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad` is
-    read but never predicted: it fills up a chunk, or is the pause."""
+    read but never predicted: it fills up a chunk, or is the pause. `order` is that of the merges, if ids
+    do not give it (neox): it goes into the hash."""
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
                  pad=-1, **extra):

@@ -705,7 +705,7 @@ def test_init_from_and_surgery(tiny, start, tmp_path):
     base = tmp_path / 'base'
     tiny('--max_iters=4', out='base')
     told = tiny('--max_iters=4', '--seed=1', '--resume', out='other').stdout
-    assert 'other: a new run begins' in told
+    assert 'other: a new run and log begin' in told
     widen = [f'--init_from={base}', '--surgery=my_surgery.widen']
     # a surgery with calibration batches and a report, stopped before training, then resumed into training
     done = start(*widen, '--max_iters=0', '--surgery_batches=3')

@@ -100,7 +100,7 @@ def test_no_log_is_lost_silently(tmp_path, machine, said):
         find()
     assert find(overwrite=True) is None and find(max_iters=0) is None and said == []
     assert find(resume=True) is None
-    assert said == [f'resume    nothing to resume in {tmp_path}: a new run begins, with a new log']
+    assert said == [f'resume    nothing to resume in {tmp_path}: a new run and log begin']
 
 
 # ---- Writing ------------------------------------------------------------------------------------

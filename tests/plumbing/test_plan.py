@@ -11,7 +11,7 @@ import stlm
 from plumbing.cli import UserError
 from plumbing.machine import Machine
 from plumbing.models import sketch
-from plumbing.plan import check_model, check_size, describe, print_size_only, set_vocabulary, show_sample
+from plumbing.plan import check_model, check_size, describe, set_vocabulary, show_sample, show_size_only
 from plumbing.settings import Settings
 
 
@@ -130,12 +130,12 @@ def test_what_to_do_next(capsys, data, line):
 def test_a_model_too_large_to_build_is_counted(capsys):
     keys = dict(vocab_size=50304, n_layer=1, n_embd=2048, n_ffd=64, d_ffd=8192)
     s = Settings(model='moduleformer', max_iters=0)
-    assert print_size_only(moduleformer, keys, s, Machine('cpu'))
+    assert show_size_only(moduleformer, keys, s, Machine('cpu'))
     told = capsys.readouterr().out
     assert 'parameters' in told and 'a model of this size is counted, not built' in told
     small = dict(vocab_size=100, n_layer=1, n_embd=16, n_ffd=2, d_ffd=16)
-    assert not print_size_only(moduleformer, small, s, Machine('cpu'))
-    assert print_size_only(moduleformer, small, s, Machine('cpu'), reason='no data here')
+    assert not show_size_only(moduleformer, small, s, Machine('cpu'))
+    assert show_size_only(moduleformer, small, s, Machine('cpu'), why_no_data='no data here')
     assert 'data      a vocabulary of 100 is assumed: no data here' in capsys.readouterr().out
     s.max_iters = 5
-    assert not print_size_only(moduleformer, keys, s, Machine('cpu'))
+    assert not show_size_only(moduleformer, keys, s, Machine('cpu'))

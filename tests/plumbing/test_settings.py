@@ -49,7 +49,7 @@ def test_config_files(tmp_path):
     assert read_command([str(ROOT / 'config/paper/moep.py')])[0]['out_dir'] == 'out/paper/moep'
     assert assign_keys(dict(out_dir=2024, data=7), Settings) == [dict(out_dir='2024', data='7')]
     named, _ = read_command(['--out_dir=2024-10-12', '--data=0x10', '--init_from=1_0', '--seed=2_0'])
-    assert named == dict(out_dir='2024-10-12', data='0x10', init_from='1_0', seed=20)
+    assert named == dict(out_dir='2024-10-12', data='0x10', init_from='1_0', seed=20, model='moep')
 
 
 def test_a_word_that_looks_like_a_number(tmp_path, monkeypatch):
