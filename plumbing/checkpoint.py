@@ -53,7 +53,8 @@ def read_checkpoint(path):
         module = import_model(ckpt['model'])
         config = asdict(make_config(module, ckpt['config']))
     except Exception as e:                               # the model file does not fit
-        raise UserError(f'{file}: {e}') from None
+        reason = e if isinstance(e, UserError) else 'its config is no config of its model'
+        raise UserError(f'{file}: {reason}') from None
     return {**ckpt, 'config': config, 'folder': str(file.parent)}
 
 
@@ -143,7 +144,7 @@ def checkpoint_hint(folder):
 
 
 def build_model(ckpt, device='cpu', **changes):
-    """The model of a checkpoint, with its weights and, if it has any, its adapters. The model is sketched
+    """The model of a checkpoint, with its weights and, if it has any, its adapters. It is sketched
     first: a config that claims more than the file holds is refused before memory is allocated."""
     module = import_model(ckpt['model'])
     old = ckpt['config']

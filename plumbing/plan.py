@@ -42,8 +42,7 @@ def set_vocabulary(module, model_keys, corpus):
         raise UserError(f'{corpus.folder} holds {name(corpus.slots)}, but {module.__name__} '
                         f'reads {name(slots)}: prepare it {form}')
     if size < vocab or slots > 1 and size != vocab:      # byte symbols are counted from the end
-        raise UserError(f'vocab_size is {size}, but the tokenizer of {corpus.folder} '
-                        f'has {vocab} entries')
+        raise UserError(f'vocab_size is {size}, but {corpus.folder} has a vocabulary of {vocab}')
 
 
 def check_size(module, model_keys, s, machine):

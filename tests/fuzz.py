@@ -804,7 +804,9 @@ def judge(case, code, err, stopped):
         return f'{len(lines)} lines of error: {err[:90]}'
     if code == 2 and len(lines[0]) > COLUMNS:
         return f'a line of {len(lines[0])} characters'
-    if code == 2 and re.search('enforce fail|has no attribute|instances of', lines[0]):
+    in_a_model = r'\.py:\d+: TypeError: '                # a config of wrong types: with file and line
+    words = 'enforce fail|has no attribute|instances of'
+    if code == 2 and re.search(words, lines[0]) and not re.search(in_a_model, lines[0]):
         return f'words of Python or torch: {plain(lines[0])}'
     if code == 2 and case.must_succeed:
         return f'it fails, but nothing is wrong: {lines[0]}'

@@ -83,6 +83,8 @@ def test_a_run_starts_from_one_with_its_tokenizer():
     (dict(model='arena.mine'), 'there is no model file arena/mine.py; '),
     (dict(config=dict(n_blok=3)), "moep: MoEPConfig.__init__() got an unexpected keyword argument 'n_blok'"),
     (dict(config={None: 2}), 'moep: '),
+    (dict(config=[1]), 'its config is no config of its model'),
+    (dict(config=dict(n_layer=[1])), 'its config is no config of its model'),
     (dict(config=dict(n_layer=10 ** 400)), 'moep: n_layer = 10,000,')])
 def test_a_model_file_that_has_changed(tmp_path, changes, message):
     """The checkpoint is whole: nobody is told to train it again."""

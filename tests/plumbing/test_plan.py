@@ -50,7 +50,7 @@ def vocabulary(module, keys, n_vocab=100, slots=1):
 
 def test_a_vocabulary_is_the_tokenizers_or_larger():
     assert vocabulary(moep, {}) == 100 and vocabulary(moep, dict(vocab_size=128)) == 128
-    with pytest.raises(UserError, match='vocab_size is 64, but the tokenizer of data/a has 100 entries$'):
+    with pytest.raises(UserError, match='vocab_size is 64, but data/a has a vocabulary of 100$'):
         vocabulary(moep, dict(vocab_size=64))
     chunks = dict(byte_limit=12, block_size=130)
     assert vocabulary(stlm, {**chunks}, 259, slots=13) == 259
