@@ -308,7 +308,7 @@ def score_batches(model, batches, token_lengths, machine):
 
 @torch.no_grad()
 def route_shares(model, x, machine):
-    """{layer: the share of the routed slots that went to each choice}. Where every choice gets something
+    """{layer: the share of the picks that went to each choice}. Where every choice gets something
     from every token, the share of the gates."""
     model.eval()
     with machine.autocast():
