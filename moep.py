@@ -100,7 +100,7 @@ class Router(nn.Module):
 
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
-        out[t] = sum_k gate[t, k] * Block_choice[t, k](x)[t]
+        out[t] = sum_k gate[t, k] * block[choice[t, k]](x)[t]
     A block returns x plus an update. The gates sum to 1, so out is x plus the gated updates."""
     def __init__(self, config, layer, router=Router):
         super().__init__()
@@ -231,16 +231,16 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """As in GPT-2, but shrink and grow replace the residual stream, so each expert keeps the
-        stream's size: 1/sqrt(fan-in). A SwiGLU expert scales small embeddings to size 1 and back."""
-        embedding = 0.02 * math.sqrt(2)                  # the size of token plus position embedding
+        """As in GPT-2, but shrink and grow replace the residual stream, so each expert keeps its standard
+        deviation: 1/sqrt(fan-in). A SwiGLU expert scales small embeddings up to 1, and back."""
+        embedding = 0.02 * math.sqrt(2)                  # std of token plus position embedding
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
             if name in ('shrink.fc', 'grow.fc'):
                 std = 1 / (embedding * math.sqrt(p.size(1)))
-            elif name in ('shrink.down', 'grow.down'):   # 0.6: size of silu(a) * b for a, b of size 1
+            elif name in ('shrink.down', 'grow.down'):   # 0.6: std of silu(a) * b if a, b have 1
                 std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))

@@ -44,8 +44,8 @@ from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 def train_step(model, optimizer, data, starts, memory, s, machine):
     """One optimiser step. `starts` holds the windows of all processes; micro-batches are dealt out in
     turn, so W processes with A micro-batches each see the same data as one process with W * A. `memory`
-    holds past keys and values per micro-batch. Returns this process's mean loss and auxiliary values,
-    and the global gradient norm."""
+    (ModuleFormer; else None) holds the keys and values that each micro-batch's last segment left.
+    Returns this process's mean loss and auxiliary values, and the global gradient norm."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -106,7 +106,8 @@ def learning_rate(it, s, steps):
 
 
 def dropout_rate(it, s, steps, p):
-    """The model's rate p at a step: on then off, off then on, falling, rising, one peak or four."""
+    """The model's rate p at a step. early: p, then 0; late: 0, then p; linear: falling; triangle: one
+    peak; triangles: four."""
     done = min(1.0, it / steps)
     shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
                   rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
@@ -164,7 +165,7 @@ def main():
     it = ckpt['iter'] if resumed else 0
     if resumed:
         data.load_state(ckpt['data'])
-    schedule_steps, last_step = data.plan(it)
+    schedule_steps, last_step = data.plan(it)            # they differ if the batch size was changed
     show_plan(model, s, corpus, data, machine, last_step, ckpt)
     check_model(model, s, data, machine)
     if s.max_iters == 0:
@@ -175,9 +176,9 @@ def main():
     # optimiser, and the rest of the run's state
     shard_and_recompute(model, s, machine)
     optimizer = make_optimizer(model, s, machine)
-    memories = {}                       # {data set: past keys and values of each micro-batch}
+    memories = {}                       # with --memory: {data set: keys and values per micro-batch}
     memory = None                       # of the data set that is read now
-    health = torch.zeros((), device=machine.device)
+    health = torch.zeros((), device=machine.device)      # nan once a loss or gradient is not finite
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
     folder.open(corpus, ckpt)
     if resumed:
@@ -197,7 +198,7 @@ def main():
     if machine.world > 1 and not s.shard:                # copies that add up their gradients
         trained = torch.nn.parallel.DistributedDataParallel(trained)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
-    step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # memory: new tensors each step
+    step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # a CUDA graph, if possible
     if compiles and machine.cuda:
         machine.say('compile   the first step takes up to half a minute')
 
@@ -207,7 +208,7 @@ def main():
         return it % interval == 0 or it >= last_step
 
     def check_health(weights=True):
-        """Stop if a loss or gradient was not finite (health is then nan, else 0), or a weight is not."""
+        """Stop if a loss, a gradient or a weight is not finite."""
         if health.item() != 0 or weights and not is_finite(model):
             folder.give_up(it)
 
@@ -246,7 +247,7 @@ def main():
             machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
-        # one step; with epochs, schedules follow the text read: a resumed run may change its batch size
+        # one step; with epochs, schedules count the windows read, in steps of the first batch size
         progress = it if s.max_iters else data.seen / data.unit
         lr = learning_rate(progress, s, schedule_steps)
         set_rate(optimizer, lr)
@@ -261,7 +262,7 @@ def main():
                 memories[part] = [[] for _ in range(s.gradient_accumulation_steps)]
             memory = memories[part]
         mean, norm = step(data.next_starts())
-        health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; no wait for the device
+        health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; this does not wait for the device
         it += 1
         tokens += data.rows * data.T
 
