@@ -83,11 +83,11 @@ def read_pairs(data):
 
 class Sentences:
     """Each distinct sentence of the pairs, once, as token ids (after end-of-text in `harness` mode).
-    They are sorted, so that no score depends on the order of files. Two identical sentences of a
-    pair have one score: an exact tie."""
+    Sorted, so that batches, and with them rounding, do not depend on the order of files. Two
+    identical sentences of a pair have one score: an exact tie."""
 
     def __init__(self, paradigms, tokenizer, mode='harness'):
-        slots = len(tokenizer.end)                       # of a chunk; a token is one
+        slots = len(tokenizer.end)                       # ids in a chunk or sentence; 1: tokens
         self.slots = slots
         self.end = tokenizer.end
         self.pad = tokenizer.pad
@@ -101,10 +101,10 @@ class Sentences:
         self.length = np.array([len(ids) for ids in self.ids])
         # The first token (or chunk) is only read. Padding inside chunks is not a target either.
         self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
-        # The model reads all but the last token; but whole chunks, since a chunk's symbols are read
-        # while they are predicted.
-        chunks = -(-(self.length - 1) // slots)
-        self.width = np.maximum(chunks * slots, slots)
+        # The last token is only predicted. The last chunk is read, too: each symbol in it may help to
+        # predict the next.
+        unread = 1 if slots == 1 else 0
+        self.width = np.maximum(self.length - unread, slots)     # at least one token
         self.context = math.inf                          # the smallest of the models that read them
 
     def batches(self, budget):
@@ -183,19 +183,19 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
 
 
 def evaluate(paradigms, sentences, scores):
-    """Per paradigm: accuracy, the shorter-sentence baseline (ties count half), and the scores."""
+    """Per paradigm: accuracy, how often the good sentence has fewer tokens (equal: half), the scores."""
     result = {}
     for name, p in paradigms.items():
         places, good_texts, bad_texts = zip(*p.pairs)
         good_rows = [sentences.number[text] for text in good_texts]
         bad_rows = [sentences.number[text] for text in bad_texts]
         good, bad = scores[good_rows], scores[bad_rows]
-        fewer = np.sign(sentences.scored[bad_rows] - sentences.scored[good_rows])
+        good_shorter = np.sign(sentences.scored[bad_rows] - sentences.scored[good_rows])
         identical = sum(a == b for _, a, b in p.pairs)
         close = (good != bad) & (abs(good - bad) < 1e-4)     # another batch size may flip these
         result[name] = dict(
             accuracy=100 * float((good >= bad).mean()),
-            shorter=100 * float((fewer + 1).mean() / 2),
+            shorter=100 * float((good_shorter + 1).mean() / 2),
             pairs=len(good),
             identical=identical,
             ties=int((good == bad).sum()) - identical,           # between two different sentences
@@ -279,7 +279,7 @@ def table(paradigms, columns, all_paradigms):
 
 
 def show(paradigms, runs, skipped, args):
-    """The learning curve if there are several checkpoints, then one table for all of them."""
+    """A line per checkpoint (those of one run are its learning curve), then one table for all."""
     first = runs[0]['paradigms'].values()
     pairs = sum(r['pairs'] for r in first)
     identical = sum(r['identical'] for r in first)
@@ -292,7 +292,7 @@ def show(paradigms, runs, skipped, args):
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
         found = run['paradigms']
-        label = f'({i})'                                 # a folder may be named GPT-2, or shorter
+        label = f'({i})'                                 # a folder's name may be another column's
         columns[label] = {name: r['accuracy'] for name, r in found.items()}
         baseline = {name: r['shorter'] for name, r in found.items()}
         shorter.setdefault(run['tokenizer'], (f'shorter({i})', baseline))

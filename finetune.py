@@ -2,13 +2,13 @@
 GLUE and SuperGLUE: fine-tune a trained model, with low-rank adapters (lora.py) or as a whole.
 
     python finetune.py out/moep                              # the toy task, made if missing
-    python finetune.py out/moep --task rte --data data/glue  # one task, with the paper's seeds
+    python finetune.py out/moep --task rte --data data/glue  # one task, PaPaformer's seeds
     python finetune.py out/moep --task all --data data/glue --full --seeds 3,12,42 --json glue.json
 
 The data folder holds BabyLM's files (rte.train.jsonl, rte.valid.jsonl) or GLUE's (RTE/train.tsv,
 RTE/dev.tsv). The model reads end-of-text, then the text; the two texts of a pair are joined by a
 newline. The last token's final-norm state goes through a linear classifier. The settings are those
-of PaPaformer's Table 5. The best epoch counts; training stops after --patience epochs without gain.
+of PaPaformer's Table 5. The best epoch counts; --patience epochs without gain, or 100%, end a run.
 `majority` is the score of always answering the training set's most common label.
 """
 
@@ -44,7 +44,7 @@ class Task:
     labels: list | None                    # names of labels 0, 1, ...; None: a score from 0 to 5
     metrics: list                          # the first one decides and counts in the averages
     suite: str = 'GLUE'                    # whose average it belongs to
-    seeds: tuple = (3, 12, 42, 100, 200)   # section 5.3.1
+    seeds: tuple = (3, 12, 42, 100, 200)   # PaPaformer, section 5.3.1
 
 
 PAIR = ['{sentence1}', '{sentence2}']
@@ -112,7 +112,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         predictions = predict(classifier, valid, machine)
         history.append(score_predictions(predictions, valid.labels.cpu(), task))
         values = [scores[task.metrics[0]] for scores in history]
-        best = int(np.argmax(values))                    # the first of equals
+        best = int(np.argmax(values))                    # the first of equals; 100% ends the run
         bar.set_postfix_str(f'seed {seed}, epoch {epoch + 1}: {values[-1]:.2f}')
         if epoch - best >= args.patience or values[best] == 100:
             bar.update(steps_per_epoch * (args.epochs - epoch - 1))
@@ -138,13 +138,13 @@ def predict(classifier, data, machine):
     return found.numpy()[np.argsort(order)]              # back in the examples' own order
 
 
-def run_task(name, train_rows, valid_rows, base, tokenizer, args, machine):
+def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     """One run per seed -> everything that --json writes of a task."""
     task = TASKS[name]
     seeds = args.seeds or task.seeds
     limit = min(args.length, base.config.block_size // len(tokenizer.end))
-    train = Examples(*train_rows, tokenizer, limit, machine.device)
-    valid = Examples(*valid_rows, tokenizer, limit, machine.device)
+    train = Examples(*train_set, tokenizer, limit, machine.device)
+    valid = Examples(*valid_set, tokenizer, limit, machine.device)
     total = len(seeds) * args.epochs * math.ceil(len(train.lengths) / args.batch_size)
     with tqdm(total=total, desc=name, unit='step', disable=None, leave=False) as bar:
         runs = [fit(base, task, train, valid, seed, args, machine, bar) for seed in seeds]
@@ -152,7 +152,7 @@ def run_task(name, train_rows, valid_rows, base, tokenizer, args, machine):
     mean = {metric: statistics.fmean(values) for metric, values in scores.items()}
     spread = {metric: statistics.stdev(v) if len(v) > 1 else None for metric, v in scores.items()}
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
-                majority=majority(train_rows[1], valid_rows[1], task), mean=mean, spread=spread, runs=runs)
+                majority=majority(train_set[1], valid_set[1], task), mean=mean, spread=spread, runs=runs)
 
 
 def pearson(p, y):
@@ -188,7 +188,7 @@ def majority(train_labels, labels, task):
 
 
 def averages(results, blimp):
-    """The columns of Table 7: the mean of each suite's tasks, and of BLiMP and both suites."""
+    """As in PaPaformer's Table 7: the mean of each suite's tasks, and of BLiMP and both suites."""
     found = {}
     for suite in ('GLUE', 'SuperGLUE'):
         members = [name for name, task in TASKS.items() if task.suite == suite]
@@ -254,7 +254,7 @@ def read_table(path, name):
         values = line.rstrip('\r\n').split('\t')
         if path.suffix == '.jsonl':
             try:
-                row = {**parse_json(line)}
+                row = {**parse_json(line)}               # TypeError if it is no {...}
             except (ValueError, TypeError):
                 raise UserError(f'{place}: not a row of JSON, {{"column": value, ...}}')
         elif number == 1 and (name != 'cola' or 'sentence' in values):
@@ -270,7 +270,7 @@ def read_label(value, task):
     text = str(value).strip().lower()
     if task.labels is None and 0 <= float(text) <= 5:
         return float(text)
-    names = task.labels or []
+    names = task.labels or []                            # []: a score out of range fails below
     numbers = [str(i) for i in range(len(names))]
     return names.index(text) if text in names else numbers.index(text)
 
@@ -327,7 +327,7 @@ class Examples:
         self.lengths = np.array([len(ids) for ids in encoded])
         table = np.tile(np.array(tokenizer.end, np.uint16), (len(encoded), limit))
         for row, ids in zip(table, encoded):
-            row[:len(ids)] = ids                         # a causal model does not see what follows
+            row[:len(ids)] = ids                         # what follows is not seen (but see stlm_depth.md)
         self.ids = as_tensor(table, device)              # (N, limit * slots)
         self.last = torch.from_numpy(self.lengths - 1).to(device)
         self.labels = torch.tensor(labels, device=device)
@@ -350,8 +350,8 @@ class Examples:
         rng = np.random.default_rng([seed, epoch])
         order = rng.permutation(len(self.lengths))
         for i in range(0, len(order), 16 * size):
-            pool = order[i:i + 16 * size]
-            pool[:] = sorted(pool, key=lambda row: self.lengths[row])
+            pool = order[i:i + 16 * size]                # a view: this sorts a part of order
+            pool[:] = pool[np.argsort(self.lengths[pool], kind='stable')]
         n = len(order) // size * size                    # in whole batches; the others come last
         whole = rng.permutation(order[:n].reshape(-1, size)).ravel()
         return np.concatenate((whole, order[n:]))
@@ -390,7 +390,7 @@ def read_arguments():
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
     parser.add_argument('--full', action='store_true', help='train all weights, not only adapters')
-    parser.add_argument('--seeds', help="such as 3,12,42; else the paper's, task by task")
+    parser.add_argument('--seeds', help="such as 3,12,42; else PaPaformer's, task by task")
     count = between(1, 10 ** 6)
     parser.add_argument('--rank', type=count, default=8, help='rank of the adapters')
     parser.add_argument('--epochs', type=count, default=32, help='at most so many')
@@ -420,9 +420,9 @@ def main():
     blimp = read_blimp(args.blimp, args.run) if args.blimp else None
     if args.data == Path('data/toy_glue'):
         prepare.make_missing_toys([args.data.name], args.data.parent)
-    rows = {}                                            # all files are read before any work
+    sets = {}                                            # by task; all are read before any work
     for name, files in choose_tasks(args.task, args.data).items():
-        rows[name] = read_examples(files['train'], name, args.num), read_examples(files['valid'], name)
+        sets[name] = read_examples(files['train'], name, args.num), read_examples(files['valid'], name)
     model, ckpt = load_checkpoint(args.run, machine.device)
     if hasattr(model, 'adapted'):
         model = merge_lora(model)
@@ -434,8 +434,8 @@ def main():
           f'{machine.device}, {machine.dtype}')
     print('task      metric         mean      ±  majority  seeds  epoch    train   valid  minutes')
     results = []
-    for name, (train_rows, valid_rows) in rows.items():
-        results.append(run_task(name, train_rows, valid_rows, model, tokenizer, args, machine))
+    for name, (train_set, valid_set) in sets.items():
+        results.append(run_task(name, train_set, valid_set, model, tokenizer, args, machine))
         show(**results[-1])
         means = averages(results, blimp)
         if args.json:                                    # after every task: what is done is not lost

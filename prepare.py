@@ -54,10 +54,10 @@ def read_rows(path, names, hint=''):
 
 
 def read_text(path, split):
-    """The documents of a text file, cut at <|endoftext|>, at blank lines, at lines, or at 16 KB."""
+    """A text file's documents; `split` is what ends one: eot, blank (lines), row, passage (16 KB), file."""
     lines = (line for _, line in read_lines(path))
     if split == 'auto':
-        seen, room = [], 2 ** 24
+        seen, room = [], 2 ** 24                         # at most 10,000 lines, 16M characters
         while len(seen) < 10000 and room > 0 and (line := next(lines, '')):
             seen.append(line)
             room -= len(line)
@@ -66,9 +66,9 @@ def read_text(path, split):
         split = 'eot' if EOT in head else 'blank' if re.search(r'\n\s*\n', head) else 'passage'
     parts, size = [], 0
     for line in lines:
-        *ended, line = line.split(EOT) if split == 'eot' else [line]
-        for end in ended:
-            yield ''.join(parts) + end
+        *tails, line = line.split(EOT) if split == 'eot' else [line]
+        for tail in tails:                               # of documents that end in this line
+            yield ''.join(parts) + tail
             parts = []
         blank = split == 'blank' and line.isspace()
         if not blank:
@@ -82,7 +82,7 @@ def read_text(path, split):
 
 def read_documents(path, split='auto', field='text'):
     stem = re.sub(r'\.(gz|xz|bz2)$', '', path.name.lower())
-    documents = read_text(path, split)
+    documents = read_text(path, split)                   # a generator: nothing is read yet
     if stem.endswith('.xml'):
         documents = read_wiki(path)
     elif stem.endswith('.jsonl'):
@@ -93,9 +93,9 @@ def read_documents(path, split='auto', field='text'):
 
 
 def find_files(inputs):
-    """[(split, path)] of files and folders. If any name says train, names decide: val, valid and dev
-    are validation text, test is left out. Otherwise all files are training text, and write_data_set
-    sets some documents aside for validation."""
+    """[(role, path)] of files and folders; a role is train or val. If any name says train, names
+    decide: val, valid and dev are validation text, test is left out. Otherwise all files are training
+    text, and write_data_set sets some documents aside for validation."""
     found, skipped = [], 0
     folders = {Path(given).parent for given in inputs}
     known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
@@ -109,8 +109,8 @@ def find_files(inputs):
         skipped += len(inside) - len(paths)
         if not paths:
             raise UserError(f'no .txt or .jsonl file in {given}; others are read if you name them')
-        base = given if len(inputs) == 1 else given.parent
-        if given.is_file() and len(folders) > 1:         # train/a.txt and test/b.txt
+        base = given if len(inputs) == 1 else given.parent       # only names below it count
+        if given.is_file() and len(folders) > 1:         # folders too: train/a.txt and test/b.txt
             base = base.parent
         found += [(role_of(path.relative_to(base)), path) for path in paths]
     if skipped:
@@ -134,10 +134,10 @@ def role_of(path):
 
 # ---- Documents -> a data set --------------------------------------------------------------------
 
-def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, byte_limit=None,
-                   token_limit=None, pauses=None, jobs=None, overwrite=False, source=(), settings=None):
+def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, chunks=None,
+                   sentences=None, pauses=None, jobs=None, overwrite=False, source=(), settings=None):
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    byte_limit, token_limit, pauses: the number of --chunks, --sentences, --pauses; jobs: processes."""
+    chunks, sentences, pauses: the numbers of these options; jobs: processes."""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
         large = size > 2 ** 24 and os.name == 'posix'    # a pool starts slowly, and needs signals
@@ -151,7 +151,7 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
                             'validation needs one, too: give more files, or --split passage')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
-        for kind, number in dict(chunks=byte_limit, sentences=token_limit, pauses=pauses).items():
+        for kind, number in dict(chunks=chunks, sentences=sentences, pauses=pauses).items():
             if number is not None:
                 tokenizer = wrap_tokenizer(tokenizer, kind, number)
         about = dict(kind=tokenizer.kind, file=tokenizer.file, hash=tokenizer.hash,
@@ -161,7 +161,7 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
                     settings=dict(settings or {}, seed=seed, val_fraction=val_fraction))
         if tokenizer.file:
             (work / tokenizer.file).write_bytes(tokenizer.blob)
-        (work / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')    # for the workers
+        (work / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')    # for encode_batch
         meta['splits'] = {split: encode_split(work, split, spans[split], tokenizer.end, jobs)
                           for split in spans}
         (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', encoding='utf-8')
@@ -176,7 +176,7 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, b
 
 
 def spool(documents, path):
-    """Write all texts into one file -> {split: [(offset, length), ...]}, its size."""
+    """Write all texts into one file, to be read in any order -> {split: [(offset, length)]}, its size."""
     spans = {'train': [], 'val': []}
     with open(path, 'wb') as file:
         for split, text in documents:
@@ -203,9 +203,9 @@ def parallel(function, folder, tasks, jobs):
     if jobs == 1:
         yield from map(function, tasks)
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])   # a worker that forks would lose it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])   # a worker's waits for start_worker
     with multiprocessing.Pool(jobs, start_worker) as pool:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])     # in this thread alone
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])     # not in the workers
         workers = multiprocessing.active_children()
         results = pool.imap(function, tasks)
         while all(worker.is_alive() for worker in workers):
@@ -225,7 +225,7 @@ def start_worker():
 
 
 def count_words(texts):
-    parts = (part for text in texts for part in PARTS.findall(text))     # one text may have 64 MB
+    parts = (part for text in texts for part in PARTS.findall(text))     # cut as in encode_parts
     return Counter(word for part in parts for word in PATTERN.findall(part))
 
 
@@ -286,7 +286,7 @@ def make_toy(root='data', overwrite=False):
     print('toy corpora: made-up text, from the grammars in plumbing/toy.py')
     plan = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in plan}
-    for name, (write, size) in plan.items():
+    for name, (write, size) in plan.items():             # size: characters
         dice = Dice(name)
         while size > 0:
             texts[name].append(write(dice))
@@ -295,7 +295,7 @@ def make_toy(root='data', overwrite=False):
     tokenizer = rank_tokenizer(ranks_blob(train_bpe(counts, 2048)))
     texts['toy_bytes'] = texts['toy_stories']
     texts['toy_pauses'] = texts['toy_thoughts'] = texts['toy_math']
-    forms = dict(toy_bytes=dict(byte_limit=8), toy_pauses=dict(pauses=10), toy_thoughts=dict(token_limit=12))
+    forms = dict(toy_bytes=dict(chunks=8), toy_pauses=dict(pauses=10), toy_thoughts=dict(sentences=12))
     for target in missing:
         try:
             if target.name in texts:
@@ -306,7 +306,7 @@ def make_toy(root='data', overwrite=False):
                 seen = set(re.split(r'(?<=[.!?"]) ', ' '.join(texts['toy_stories'])))
                 length = lambda text: len(tokenizer.encode(text))
                 write_jsonl(target, {kind: minimal_pairs(kind, seen, length) for kind in SCENES}, overwrite)
-            else:
+            else:                                        # toy_glue
                 rows = subject_rows(2300)
                 write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
         except UserError:
@@ -323,13 +323,13 @@ def write_jsonl(target, files, overwrite):
 
 # ---- The command line ---------------------------------------------------------------------------
 
-def land_pairs(target, inputs, expected, overwrite):
+def copy_pairs(target, inputs, all_of_blimp, overwrite):
     """Minimal pairs stay as they are: .jsonl files, whose rows are checked."""
     files = [path for _, path in find_files(inputs) if path.suffix == '.jsonl']
     with new_folder(target, overwrite) as work:
         sizes = [sum(1 for _ in read_rows(path, ['sentence_good', 'sentence_bad'])) for path in files]
-        if not files or expected and sizes != [1000] * 67:
-            raise UserError(f'the input has {len(files)} .jsonl files with {sum(sizes):,} pairs{expected}')
+        if not files or all_of_blimp and sizes != [1000] * 67:
+            raise UserError(f'found {len(files)} .jsonl files, {sum(sizes):,} pairs; BLiMP has 67 of 1,000')
         for path in files:
             if (work / path.name).exists():
                 raise UserError(f'two files are named {path.name}; prepare their folders apart')
@@ -361,7 +361,7 @@ def read_arguments(argv):
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
     used = dict(toy=['out', 'overwrite'], blimp=['out', 'overwrite', 'name', 'input'])
-    used = ['what', *used.get(args.what, vars(args))]
+    used = ['what', *used.get(args.what, vars(args))]    # the others use all options
     for key, value in vars(args).items():
         if key not in used and value != parser.get_default(key):
             raise UserError(f'leave out --{key}: it has no effect on {args.what}')
@@ -382,11 +382,11 @@ def main(argv=None):
     check_free(target, args.overwrite)                   # before anything is downloaded or read
     inputs = args.input or fetch_named(args.what, Path(args.out) / 'raw')
     if args.what == 'blimp':
-        return land_pairs(target, inputs, '' if args.input else '; BLiMP has 67 of 1,000', args.overwrite)
+        return copy_pairs(target, inputs, all_of_blimp=not args.input, overwrite=args.overwrite)
     files = find_files(inputs)
     if any(Path(os.path.realpath(target)) in Path(os.path.realpath(path)).parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be overwritten; choose another --name')
-    preset = dict(split='auto', field='text') | NAMED.get(args.what, [{}])[0]
+    preset = dict(split='auto', field='text') | NAMED.get(args.what, [{}])[0]    # or the set's own
     known = args.tokenizer or (None if args.vocab_size else preset.get('tokenizer'))
     tokenizer = choose_tokenizer(known) if known else args.vocab_size or 16384
     how = {key: getattr(args, key) or preset[key] for key in ('split', 'field')}

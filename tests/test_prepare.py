@@ -78,7 +78,7 @@ def test_what_is_printed_counts_what_is_there(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[:2] == [
         f'{tmp_path}/d/train.bin: 7 tokens, 2 documents, 3 words',
         f'{tmp_path}/d/val.bin: 3 tokens, 1 document, 1 word']
-    write_data_set(tmp_path / 'c', [('train', 'a b'), ('val', 'd')], tokenizer, byte_limit=3)
+    write_data_set(tmp_path / 'c', [('train', 'a b'), ('val', 'd')], tokenizer, chunks=3)
     assert 'c/val.bin: 12 slots, 1 document' in capsys.readouterr().out  # three chunks
 
 
@@ -98,7 +98,7 @@ def test_the_seed_decides_the_order(tmp_path):
 
 def test_chunk_stream(tmp_path):
     docs = words_corpus()
-    write_data_set(tmp_path / 'c', as_train(docs), 290, byte_limit=4, val_fraction=.1)
+    write_data_set(tmp_path / 'c', as_train(docs), 290, chunks=4, val_fraction=.1)
     ids = np.array(load_bin(tmp_path / 'c', 'train')).reshape(-1, 5)
     assert sorted(documents(tmp_path / 'c', 'train') + documents(tmp_path / 'c', 'val')) == sorted(docs)
     assert ids[0].tolist() == [257, 258, 258, 258, 258] and not {256, 258} & set(ids[:, 0].tolist())
@@ -417,7 +417,7 @@ def test_named_from_input(prepare, tmp_path):
     assert 'named x.jsonl' in prepare('blimp', '--name', 'both', '--input', 'pairs', code=2).stderr
     (tmp_path / 'a.txt').write_text('text')
     told = prepare('blimp', '--name', 'none', '--input', 'a.txt', code=2).stderr
-    assert told == 'prepare.py: the input has 0 .jsonl files with 0 pairs\n'
+    assert told == 'prepare.py: found 0 .jsonl files, 0 pairs; BLiMP has 67 of 1,000\n'
 
 
 AB = {'a.txt': b'a\n\nb'}

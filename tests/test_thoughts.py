@@ -207,11 +207,10 @@ def test_the_model_of_sentences_against_its_oracle(decoder):
 # ---- Their files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind, number', [('sentences', dict(token_limit=4)), ('pauses', dict(pauses=4))])
-def test_a_data_set_and_what_may_be_broken_in_it(tmp_path, kind, number):
-    (name, n), = number.items()
+@pytest.mark.parametrize('kind, name', [('sentences', 'token_limit'), ('pauses', 'pauses')])
+def test_a_data_set_and_what_may_be_broken_in_it(tmp_path, kind, name):
     base = bases()[1]
-    write_data_set(tmp_path / 'd', [('train', PROBLEM), ('val', QUESTION)], base, **number)
+    write_data_set(tmp_path / 'd', [('train', PROBLEM), ('val', QUESTION)], base, **{kind: 4})
     tokenizer, meta = load_tokenizer(tmp_path / 'd'), load_meta(tmp_path / 'd')
     assert tokenizer.kind == kind and tokenizer.hash == wrap_tokenizer(base, kind, 4).hash != base.hash
     spec = meta['tokenizer']
@@ -224,7 +223,7 @@ def test_a_data_set_and_what_may_be_broken_in_it(tmp_path, kind, number):
         with pytest.raises(UserError, match='meta.json is broken'):
             load_meta(tmp_path / 'd')
         inner[key] = right
-    untrue = ((name, n + 1), ('kind', 'chunks'), ('base', 'bytes'), ('vocab_size', 999))     # but well-formed
+    untrue = ((name, 5), ('kind', 'chunks'), ('base', 'bytes'), ('vocab_size', 999))     # but well-formed
     for key, value in untrue:
         changed = dict(spec, **{key: value})
         (tmp_path / 'd/meta.json').write_text(json.dumps(dict(meta, tokenizer=changed)))

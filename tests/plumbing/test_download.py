@@ -200,5 +200,5 @@ def test_named_downloads(tmp_path, monkeypatch):
     assert list(prepare.read_documents(found['simplewiki'][0][1], set())) == ['T\nWord.']
     assert len(found['blimp']) == 67
     with pytest.raises(UserError, match='67 of 1,000'):
-        prepare.land_pairs(tmp_path / 'pairs', [tmp_path / 'blimp'], '; BLiMP has 67 of 1,000', False)
+        prepare.copy_pairs(tmp_path / 'pairs', [tmp_path / 'blimp'], all_of_blimp=True, overwrite=False)
     assert not (tmp_path / 'pairs').exists()

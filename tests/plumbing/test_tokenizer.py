@@ -290,7 +290,7 @@ def test_run_folder_stands_alone(tmp_path):
     texts = [' '.join(rng.choice(words) for _ in range(rng.randrange(1, 30))) for _ in range(400)]
     corpus = [('train', text) for text in texts]
     write_data_set(tmp_path / 'd', corpus, 300)
-    write_data_set(tmp_path / 'c', corpus, load_tokenizer(tmp_path / 'd'), byte_limit=3)
+    write_data_set(tmp_path / 'c', corpus, load_tokenizer(tmp_path / 'd'), chunks=3)
     write_data_set(tmp_path / 'b', corpus, build_tokenizer('bytes'))
     write_data_set(tmp_path / 'n', corpus, neox_tokenizer(fake_neox()[0]))
     for name in 'dcbn':
@@ -332,7 +332,7 @@ BROKEN = [  # where in meta.json, what stands there
 
 @pytest.mark.parametrize('where, value', BROKEN)
 def test_broken_meta(tmp_path, where, value):
-    write_data_set(tmp_path / 'd', [('train', 'a'), ('val', 'b')], rank_tokenizer(BYTES), byte_limit=4)
+    write_data_set(tmp_path / 'd', [('train', 'a'), ('val', 'b')], rank_tokenizer(BYTES), chunks=4)
     path = tmp_path / 'd/meta.json'
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(dict(meta, more=[1])))    # what nobody reads may be anything
