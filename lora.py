@@ -1,12 +1,12 @@
-"""
+r"""
 LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and nothing else.
 
     add_lora(model, rank=8, alpha=16)    # every linear map is now W + alpha/rank * A B; only A, B train
     merge_lora(model)                    # the sums become the weights: a plain model again
 
-    python train.py --model=moep --init_from=out/moep --surgery=lora.add_lora \\
+    python train.py --model=moep --init_from=out/moep --surgery=lora.add_lora \
         --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
-    python train.py --model=moep --init_from=out/moep_lora --surgery=lora.merge_lora \\
+    python train.py --model=moep --init_from=out/moep_lora --surgery=lora.merge_lora \
         --max_iters=0 --out_dir=out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
@@ -17,12 +17,12 @@ ModuleFormer's routers) are frozen and get no adapter; name them in `also` to tr
 
 What to look at first: `LowRank.forward`. The change is added to the weight whenever the weight is
 read, not to the map's output, because stacked experts have no module that could be wrapped: their
-rows pass through one grouped matrix product. Names stay as they are: `qkv.weight` is the frozen
+tokens pass through one grouped matrix product. Names stay as they are: `qkv.weight` is the frozen
 weight, `qkv.lora.weight.a` is new beside it.
 
-A departure: the original drops inputs of the adapter at random for each token. Here the change is
-part of a weight, which is the same for all tokens, so an input channel is dropped for a whole
-forward pass (separately for each map and each expert).
+Departures: A is (in, rank) and B (rank, out), the original's transposed. The original drops inputs
+of the adapter at random for each token. Here the change is part of a weight, one for all tokens, so
+an input channel is dropped for a whole forward pass (separately for each map and each expert).
 """
 
 import functools
@@ -43,7 +43,7 @@ class LowRank(nn.Module):
         if weight.dim() == 2:
             weight = weight.T                            # nn.Linear holds (out, in)
         *stack, d_in, d_out = weight.shape
-        bound = 1 / math.sqrt(d_in)
+        bound = 1 / math.sqrt(d_in)                      # nn.Linear's own
         self.scale = alpha / rank
         self.dropout = dropout
         self.a = nn.Parameter(weight.new_empty(*stack, d_in, rank).uniform_(-bound, bound))
@@ -61,9 +61,9 @@ class LowRank(nn.Module):
 
 @functools.cache
 def adapted_class(cls, names):
-    """A subclass of cls that reads the parameters of these names with their changes added. It has
-    no state of its own, so copies of a model may share it. The parameters stay where they were,
-    under their own names and in their own order."""
+    """A subclass of cls in which each of these names is a property: the parameter plus its change.
+    Python finds a property before it asks nn.Module.__getattr__ for a parameter, which stays in
+    _parameters under its own name. Cached: all modules of a class, and copies, share one."""
     def with_change(name):
         return property(lambda module: module.lora[name](module._parameters[name]))
     properties = {name: with_change(name) for name in names}
@@ -74,15 +74,14 @@ def linear_maps(model):
     """{full name: (module, the parameter's own name)} of every weight that can be adapted."""
     owners = Counter()                                   # how many modules hold a parameter
     for module in model.modules():
-        owners.update(id(p) for p in module._parameters.values())
+        owners.update(module.parameters(recurse=False))
     maps = {}
     for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is None or owners[id(p)] > 1:
-                continue
+        for full_name, p in module.named_parameters(path, recurse=False):
+            name = full_name.split('.')[-1]
             of_linear = isinstance(module, nn.Linear) and name == 'weight'
-            if of_linear or p.dim() == 3:
-                full_name = f'{path}.{name}' if path else name
+            tied = owners[p] > 1                         # an adapter would untie it
+            if (of_linear or p.dim() == 3) and not tied:
                 maps[full_name] = (module, name)
     return maps
 
@@ -140,7 +139,7 @@ def merge_lora(model):
         raise ValueError('the model has no adapters to merge')
     adapted = [module for module in model.modules() if hasattr(type(module), 'plain')]
     for module in adapted:
-        for name, change in module.lora.eval().items():
+        for name, change in module.lora.eval().items():  # eval: no dropout
             weight = module._parameters[name]
             weight.copy_(change(weight))
         del module.lora

@@ -12,8 +12,8 @@ values, so a token can attend to every earlier token, whichever modules that tok
 is *stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
 breaks off the fraction sigmoid(z) of what is left. Of two equal matches the later one gets more, so
 the model knows the order of tokens without positional embeddings, and it runs at any length.
-`insert_experts` adds modules for a new domain, so that less of the old one is forgotten.
-`prune_experts` removes modules that a domain rarely uses; train with `concentration` first.
+`insert_experts` adds modules for a new domain, so less of the old one is forgotten. `prune_experts`
+removes modules that a domain rarely uses: before fine-tuning or, with `concentration`, after it.
 
 What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. You can
 skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
@@ -23,17 +23,17 @@ model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (doc
 Departures from the paper, and choices that it leaves open:
 - Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
-  information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Adding
-  all of aux would cancel the balancing: mi = H(m|x) - H(m), concentration = H(m).
+  information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Do not
+  also add `concentration`, H(m): mi is H(m|x) - H(m), and their sum would not balance the load.
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
   does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
-  --stream --memory=T`): a context of 2T directly (section 5.1), of N_L*T through N_L layers (3.2).
+  --stream --memory=T`). A token sees up to 2T tokens itself (5.1), N_L*T through N_L layers (3.2).
 - Not given in the paper: LayerNorm, exact GELU, no biases, untied head, `init_weights`, `dropout`.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module, F inner
-width (d_att, d_ffd), H heads, d width of a head, Q tokens of a query block. Router has Eq. 2's A, B.
+tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module (row r: token[r]
+and module[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
 """
 
 import math
@@ -66,7 +66,7 @@ class ModuleFormerConfig:
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
     dropout: float = 0.0           # on embeddings and what pools add; helps with little text (docs/arena.md)
-    query_block: int = 128         # tokens whose attention weights are in memory at one time
+    query_block: int = 128         # tokens whose attention is in memory at once (not in GPU kernels)
     sparse: bool = True            # False: compute every module for every token, to compare
 
     def __post_init__(self):
@@ -94,7 +94,7 @@ class ModuleFormerConfig:
 
 def stick_weights(q, k, first):
     """Eq. 3 and 4. Going back from its own position t, a query matches key j with probability
-    sigmoid(z_j), and attends to the latest match:
+    sigmoid(z_j). Key i's piece of the stick is the probability that it is the latest match:
 
         p_i = sigmoid(z_i) * prod_{i<j<=t} (1 - sigmoid(z_j))
 
@@ -149,7 +149,7 @@ class Router(nn.Module):
         before pruning: use few. `rout_reg`, after insertion: keep new embeddings A' (their logits) small."""
         prob_NE = log_prob_NE.exp()
         p_E = prob_NE.mean(0)                                                   # p(m)
-        entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m)
+        entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m); 0 log 0 is 0
         conditional = -(prob_NE * log_prob_NE.clamp(min=-100)).sum(-1).mean()   # H(m|x)
         losses = dict(mi=conditional - entropy, concentration=entropy)          # Eq. 7, Eq. 8
         if self.A.inserted is not None:
@@ -232,7 +232,7 @@ class Block(nn.Module):
         y, att_losses = self.att(self.ln_1(x), cache)
         x = x + self.dropout(y)
         y, ffd_losses = self.ffd(self.ln_2(x))
-        return x + self.dropout(y), [*att_losses.items(), *ffd_losses.items()]
+        return x + self.dropout(y), [*att_losses.items(), *ffd_losses.items()]  # names repeat
 
 
 class ModuleFormer(nn.Module):
@@ -254,7 +254,7 @@ class ModuleFormer(nn.Module):
             kind = name.split('.')[-2]
             if p.dim() < 2 or ('.router.' in name and kind not in ('A', 'B')):
                 continue                     # norms; a custom router initialises its own extra weights
-            if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in)
+            if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
             elif kind in ('o', 'down'):                         # these add, twice per layer
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))
@@ -290,7 +290,7 @@ class ModuleFormer(nn.Module):
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             idx = torch.cat((idx, new), 1)
@@ -303,8 +303,8 @@ class ModuleFormer(nn.Module):
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
-                    def record(router, _, output, name=name.removesuffix('.router')):
-                        gate_NK, choice_NK, _ = output
+                    def record(router, args, result, name=name.removesuffix('.router')):
+                        gate_NK, choice_NK, losses = result
                         gate_NE = gate_NK.new_zeros(len(gate_NK), router.A.n_modules)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
@@ -372,8 +372,8 @@ def count_usage(model, batches):
         at_exit.callback(model.train, model.training)    # restores the mode after `with`
         model.eval()
         for idx, targets in batches:
-            for layer, gate in model.routes(idx).items():
-                usage[layer] = usage.get(layer, 0) + (gate != 0)[targets >= 0].sum(0)
+            for pool, gate in model.routes(idx).items():
+                usage[pool] = usage.get(pool, 0) + (gate != 0)[targets >= 0].sum(0)
     return usage
 
 
@@ -401,21 +401,21 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
         raise ValueError('prune_experts needs usage, or batches with at least one target')
     pools = {name.removesuffix('.router'): module.A.n_modules
              for name, module in model.named_modules() if isinstance(module, model.router)}
-    if pools != {layer: len(count) for layer, count in usage.items()}:
+    if pools != {pool: len(count) for pool, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')
     state = model.state_dict()
     table = PruneTable()
     sizes = dict(att=[], ffd=[])                         # modules that stay, layer by layer
-    for layer, before in pools.items():                  # blocks.0.att, blocks.0.ffd, ...
-        count = usage[layer]
+    for pool, before in pools.items():                   # blocks.0.att, blocks.0.ffd, ...
+        count = usage[pool]
         frequency = count / (count.max() if normalise == 'max' else count.sum())
         frequency[frequency.topk(model.config.top_k).indices] = math.inf    # these always stay
         kept = (frequency >= threshold).nonzero().flatten()
-        for name, stack in model.get_submodule(layer).named_modules(prefix=layer):
+        for name, stack in model.get_submodule(pool).named_modules(prefix=pool):
             if isinstance(stack, Stack):
                 state[f'{name}.weight'] = stack.weight[kept]
-        sizes[layer.rsplit('.', 1)[1]].append(len(kept))
-        table.append(dict(layer=layer, before=before, after=len(kept)))
+        sizes[pool.rsplit('.', 1)[1]].append(len(kept))
+        table.append(dict(layer=pool, before=before, after=len(kept)))
     new = rebuild_with(model, state, n_att=sizes['att'], n_ffd=sizes['ffd'])
     table.left = new.count_params()[0] / model.count_params()[0]
     return new, table
@@ -424,9 +424,9 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Rows:
-    """N tokens with K modules each, as R = N*K rows sorted by module: a module's rows are contiguous."""
+    """N tokens with K modules each, as R = N*K rows sorted by module. Row r is of token[r] = pair[r] // K."""
     def __init__(self, gate_NK, choice_NK, n_modules, sparse):
-        if not sparse:                                   # all E modules; a gate of 0 if not chosen
+        if not sparse:                                   # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_modules).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_modules, device=gate_NK.device).expand_as(gate_NK)
         self.gate_NK = gate_NK
@@ -491,7 +491,7 @@ def order_by_choice(choice_NK, n_choices):
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1
+    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
     pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
     return pair, row, count_ER[:, -1].contiguous()
 
@@ -512,13 +512,13 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (float64, float32 on a GPU, odd widths). Autocasts by hand."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
+    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    exact = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = exact or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
+    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if hasattr(F, 'grouped_mm') and known and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
@@ -528,7 +528,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut, into at most 32 parts."""
+    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -542,7 +542,7 @@ class GroupedProduct(torch.autograd.Function):
         parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
         parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts
+        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
         return dx, dw.unflatten(0, (-1, parts)).sum(1), None
 

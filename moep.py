@@ -175,11 +175,11 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                          # a single query sees every key
+    mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))
+                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
 
 
 def activate(h, swiglu):
@@ -295,7 +295,7 @@ class MoEP(nn.Module):
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             idx = torch.cat((idx, new), 1)
@@ -308,8 +308,8 @@ class MoEP(nn.Module):
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
-                    def record(router, _, output, name=name.removesuffix('.router')):
-                        gate_NK, choice_NK, _ = output
+                    def record(router, args, result, name=name.removesuffix('.router')):
+                        gate_NK, choice_NK, losses = result
                         gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
@@ -332,7 +332,7 @@ class MoEP(nn.Module):
 class Rows:
     """N tokens with K choices each, as R = N*K rows sorted by choice: a choice's rows are contiguous."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
-        if not sparse:                                   # all E choices; a gate of 0 if not chosen
+        if not sparse:                                   # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
         self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
@@ -376,7 +376,7 @@ def order_by_choice(choice_NK, n_choices):
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1
+    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
     pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
     return pair, row, count_ER[:, -1].contiguous()
 
@@ -412,13 +412,13 @@ class GroupBias(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (float64, float32 on a GPU, odd widths). Autocasts by hand."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
+    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    exact = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = exact or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
+    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if hasattr(F, 'grouped_mm') and known and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
@@ -428,7 +428,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut, into at most 32 parts."""
+    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -442,7 +442,7 @@ class GroupedProduct(torch.autograd.Function):
         parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
         parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts
+        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
         return dx, dw.unflatten(0, (-1, parts)).sum(1), None
 

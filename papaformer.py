@@ -9,13 +9,13 @@ wider model, whose width is the sum of theirs, and that model is trained on text
 
 Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no computation.
 The variants differ in the Connection, which joins the blocks' outputs. `share` concatenates them and
-maps them to the width of a path (after the last layer, to 256). `gumbel1` and `gumbel2` have a router:
-for each token it picks one path's output or a linear mix of all. It reads that mix (gumbel1) or the
-concatenation (gumbel2). With `n_parallel=0` this is a plain LLaMA: the paper's baselines and paths.
+maps them to the width of a path (after the last layer to 256, so it has no `grow`). `gumbel1` and
+`gumbel2` have a router: for each token it picks one path's output or a linear mix of all. It reads
+that mix (1) or the concatenation (2). `n_parallel=0` makes a plain LLaMA: a baseline, or a path.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
-Measured (six epochs of 3M tokens of stories and of math, three seeds): validation losses of 2.628
-and 3.114 with `share`; a dense LLaMA of width 192 is better, 2.241 and 2.595 (docs/results.md).
+Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
+and 3.114 nats, a dense LLaMA of width 192 in as many steps 2.241 and 2.595 (docs/results.md).
 
 Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller ones):
 - The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and
@@ -91,11 +91,11 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection maps the k outputs of one layer to the inputs of the next -> inputs, losses.
+# A Connection takes the outputs of a layer's k blocks -> inputs of the next blocks, dict of losses.
 
 class Share(nn.Module):
     """Share-Linear (Fig. 3): one linear map of the concatenated outputs; all next blocks read its
-    result. If they differ in width, each has its own map. `widths` has one entry per next block."""
+    result. If their `widths` differ, each has its own map. `shrink` and `grow` are Shares, too."""
     def __init__(self, d_in, widths):
         super().__init__()
         self.n_next = len(widths)
@@ -119,8 +119,8 @@ class Gumbel(nn.Module):
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
     Training is straight-through: the gradient of pi is that of the soft weights, so the router learns.
-    The output of a path not taken gets a gradient only from the router's input, and from a mix that is
-    taken. (Its keys and values also get one from later tokens that do take the path.)"""
+    An f_i that a token does not take gets a gradient only from the router's input, and from the mix
+    if the token takes that. (Its keys and values in path i also get one from later tokens.)"""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -159,9 +159,9 @@ class Router(nn.Module):
 
 
 def routing_losses(logits, sampled, form):
-    """Eq. 8 and 9 over all k+1 choices. Eq. 8 is a token's entropy, high while its choice is open;
-    Eq. 9 is the load's, high if all choices are used alike. The text wants both high, so `intended`
-    minimises their negatives. (`released` uses the samples: if `hard`, a token's entropy is 0, but
+    """Eq. 8: the entropy of a token's choice, high while it is open. Eq. 9: that of the load, high
+    if all k+1 choices are used equally. The text wants both high, so `intended` returns minus each.
+    (`released` uses `sampled`, the weights in use. If they are one-hot, a token's entropy is 0, but
     its straight-through gradient is not.)"""
     pi = sampled if form == 'released' else logits.softmax(-1)            # (B, T, k+1)
     load = pi.flatten(0, -2).mean(0)                                      # (k+1,) share of each
@@ -175,15 +175,15 @@ def routing_losses(logits, sampled, form):
 
 
 class ParallelLayer(nn.Module):
-    """k blocks, whose entries in the KV cache start at `layer`, and the Connection that joins them."""
+    """k blocks side by side and their Connection. Block i keeps entry layer + i of the KV cache."""
     def __init__(self, config, layer, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
         hidden = c.path_ffn_hidden or [None] * k
         self.blocks = nn.ModuleList(
             Block(c, layer + i, c.path_embd[i], c.path_head[i], hidden[i], c.dropout) for i in range(k))
-        next_widths = [c.n_embd] if is_last else c.path_embd
         if c.connection == 'share':
+            next_widths = [c.n_embd] if is_last else c.path_embd
             self.connection = Share(sum(c.path_embd), next_widths)
         else:
             self.connection = Gumbel(c)                  # after the last layer, `grow` maps to d_L
@@ -203,7 +203,7 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex: if compiled, computed only once
+    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
@@ -219,11 +219,11 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                          # a single query sees every key
+    mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))
+                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
 
 
 class Block(nn.Module):
@@ -240,7 +240,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, d, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, past=0, cache=None):
+    def forward(self, x, past, cache):
         B, T, D = x.shape
         qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
@@ -275,7 +275,7 @@ class PaPaformer(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Std 0.02. But Connections replace the residual stream, so they keep its scale: 1/sqrt(fan-in)."""
+        """Std 0.02; 1/sqrt(fan-in) where a map replaces the residual stream, to keep its size."""
         depth = self.config.n_layer + self.config.n_parallel
         for name, p in self.named_parameters():
             std = 0.02
@@ -329,7 +329,7 @@ class PaPaformer(nn.Module):
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             idx = torch.cat((idx, new), 1)
@@ -342,8 +342,8 @@ class PaPaformer(nn.Module):
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, Router):
-                    def record(router, _, output, name=name.removesuffix('.connection.router')):
-                        found[name], _ = output
+                    def record(router, args, result, name=name.removesuffix('.connection.router')):
+                        found[name] = result[0]          # pi
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
         return found
@@ -371,7 +371,7 @@ def compose(paths, **settings):
                  path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],
                  path_ffn_hidden=[path.first[0].down.in_features for path in paths])
     config = type(configs[0])(**{**default, **settings, **fixed})
-    model = type(paths[0])(config).to(paths[0].wte.weight)
+    model = type(paths[0])(config).to(paths[0].wte.weight)   # as the paths: class, device, dtype
     with torch.no_grad():
         model.wte.weight.copy_(torch.cat([path.wte.weight for path in paths], 1))
         model.head.weight.copy_(torch.cat([path.head.weight for path in paths], 1))

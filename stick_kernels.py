@@ -1,7 +1,6 @@
 """
 Stick-breaking attention in Triton: one GPU kernel forward, one backward. Optional: moduleformer.py
-uses it if this file is in the same folder and `can_fuse` allows it, else its own `StickBreaking`, in
-plain torch.
+uses it if it is in the same folder and `can_fuse` allows it, else its own `StickBreaking` in torch.
 `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
@@ -31,15 +30,16 @@ difference of large numbers, in bfloat16.)
 Backward also needs rest_i. Forward keeps `rest` as it is at the end of its walk, and backward
 undoes the steps: log rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). Over thousands of keys this
 would become a small difference of large numbers, too. But once rest < 2^-150, all older weights are 0
-in float32, and the query is dead: its rest stays fixed, and forward records the tile as `oldest`. Once
-all queries of a tile are dead, both walks skip the older keys.
+in float32, and the query is dead: its rest stays fixed, and `oldest` is the tile of keys in which it
+died (0 if it never did). Once all queries of a program are dead, both walks skip the older keys.
 
-Finally, dL/dq = dL/dz k, dL/dk = dL/dz^T q, dL/dv = p^T dL/dy. Programs of different queries add to
-the same dL/dk and dL/dv, in float32 and in any order, so two runs can differ in the last bits.
+Finally, as z = q . k / sqrt(D): dL/dq = dL/dz k / sqrt(D), dL/dk = dL/dz^T q / sqrt(D), and
+dL/dv = p^T dL/dy. Programs of different queries add to the same dL/dk and dL/dv, in float32 and in
+any order, so two runs can differ in the last bits.
 
-Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T
-are the tokens' own), H heads, D width of a head. Tensors here have the order in which linear layers
-make them, so that nothing is copied: q (B, T, K, H, D), k and v (B, S, H, D).
+Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T are
+the tokens' own, so the first token stands at `first` = S - T), H heads, D width of a head. q is
+(B, T, K, H, D), k and v (B, S, H, D), as linear layers make them. k_b, k_s, k_h are k's strides.
 
 What to look at first: `logs_of_stick`, `forward_kernel`, `backward_kernel`. The rest calls them.
 """
@@ -73,8 +73,8 @@ def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def logs_of_stick(q, k, keys, position, scale):
-    """log2 of sigmoid(z) and of 1 - sigmoid(z). A key after the query has sigmoid(z) = 0."""
-    z = tl.dot(q, tl.trans(k)) * scale                                   # scale makes it base 2
+    """log_match = log2 sigmoid(z), log_pass = log2 (1 - sigmoid(z)). A key after the query: -inf and 0."""
+    z = tl.dot(q, tl.trans(k)) * scale                   # base 2: scale = log2(e) / sqrt(D)
     z = tl.where(keys[None, :] <= position[:, None], z, -float('inf'))
     small = tl.log2(1 + tl.exp2(-tl.abs(z)))                             # never overflows
     return tl.minimum(z, 0) - small, -tl.maximum(z, 0) - small
@@ -111,7 +111,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, y_ptr, rest_ptr, oldest_ptr, M, S, first
     k_ptr += b * k_b + h * k_h
     v_ptr += b * v_b + h * v_h
     key = tl.arange(0, TILE_S)
-    later = (key[:, None] > key[None, :]).to(SUMS)
+    later = (key[:, None] > key[None, :]).to(SUMS)       # [j, i]: 1 if key j comes after key i
     y = tl.zeros([TILE_M, WIDTH], tl.float32)
     rest = tl.zeros([TILE_M], tl.float32)                # log2 of what is left: a whole stick
     oldest = tl.zeros([TILE_M], tl.int32)
@@ -154,14 +154,14 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
     dy = tl.load(dy_ptr + at, mask=exists, other=0.0)
     row_at = tl.program_id(0).to(tl.int64) * M + rows
     rest = tl.load(rest_ptr + row_at, mask=rows < M, other=0.0)
-    oldest = tl.load(oldest_ptr + row_at, mask=rows < M, other=2**30)
+    oldest = tl.load(oldest_ptr + row_at, mask=rows < M, other=2**30)    # rows that do not exist: no tile
     k_ptr += b * k_b + h * k_h
     v_ptr += b * v_b + h * v_h
     dk_ptr += (b * S * H + h) * D
     dv_ptr += (b * S * H + h) * D
     key = tl.arange(0, TILE_S)
-    later = (key[:, None] > key[None, :]).to(SUMS)
-    older = (key[:, None] < key[None, :]).to(q.dtype)
+    later = (key[:, None] > key[None, :]).to(SUMS)       # [j, i]: 1 if key j comes after key i
+    older = (key[:, None] < key[None, :]).to(q.dtype)    # [i, j]: 1 if key i comes before key j
     dq = tl.zeros([TILE_M, WIDTH], tl.float32)
     g_sum = tl.zeros([TILE_M], tl.float32)               # sum of g over all older tiles
     for tile in range(tl.min(oldest, 0), count_tiles(block, first, M, K, TILE_M, TILE_S)):
@@ -213,7 +213,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @forward.register_fake
-def make_outputs(q, k, v):
+def make_outputs(q, k, v):                               # shapes for torch.compile; forward uses it, too
     B, T, K, H, D = q.shape
     rest = q.new_empty(B, H, T * K, dtype=torch.float32)
     return q.new_empty(q.shape), rest, torch.empty_like(rest, dtype=torch.int32)
@@ -233,7 +233,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, rest: Tensor, oldest: Tensor,
 
 
 @backward.register_fake
-def make_gradients(q, k, v, rest, oldest, dy):
+def make_gradients(q, k, v, rest, oldest, dy):           # shapes and dtypes for torch.compile
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -271,5 +271,5 @@ def can_fuse(q, k, v):
 def stick_breaking(q, k, v):
     """q (B, H, T, K, D): K queries for each of T tokens; k, v (B, H, S, D) -> (B, H, T, K, D)."""
     k, v = (x.transpose(1, 2) for x in (k, v))
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))    # the kernels read adjacent numbers
     return forward(q.permute(0, 2, 3, 1, 4), k, v)[0].permute(0, 3, 1, 2, 4)

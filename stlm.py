@@ -18,13 +18,13 @@ prepare.py makes each sentence a chunk.
 
 A byte-level model reads and predicts symbols: bytes, end-of-chunk ($), end-of-text and padding (_).
 Every chunk takes L = byte_limit + 1 slots. If L = 5, the token 'cats!' is |c a t s $|! $ _ _ _|: a
-token of more than byte_limit bytes becomes several chunks. End-of-text is one by itself, without
-$. The model predicts $ like a byte, but never _: give _ the target -1 (train.py does). What a slot
-cannot hold has probability 0, so all possible chunks together have 1; as a target it costs inf.
+token of more than byte_limit bytes becomes several chunks. End-of-text is a chunk of its own, with
+no $. The model predicts $ like a byte, but never _: give _ the target -1 (train.py does). A symbol
+that a slot cannot hold has probability 0, so all possible chunks sum to 1; as a target it costs inf.
 
 Departures from the paper, and gaps it leaves:
 - Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
-  spells all bytes at once (`parallel`): 3.637 bits per byte. Our `causal` also reads those before.
+  spells all bytes at once (`parallel`): 3.637 bits per byte. Our `causal` also reads earlier bytes.
 - It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
   and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
 - The core first reads a learned vector, from which the first chunk of a window is predicted.
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 
 @dataclass
 class STLMConfig:
-    vocab_size: int = 50257        # tokens, end-of-text included; byte-level: 256 bytes + 3 symbols
+    vocab_size: int = 50257        # tokens, end-of-text included; byte-level: 259 symbols (256 bytes)
     block_size: int = 512          # longest context; byte-level: counted in symbols
     n_layer: int = 10
     n_head: int = 16               # query heads
@@ -63,7 +63,7 @@ class STLMConfig:
     byte_head: int = 4             # attention heads of each
 
     def __post_init__(self):
-        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, three symbols
+        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, $, end, _
         for field in fields(self):
             if field.type is int and getattr(self, field.name) < least.get(field.name, 1):
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
@@ -73,7 +73,7 @@ class STLMConfig:
             if getattr(self, name) not in names:
                 raise ValueError(f"{name} is '{getattr(self, name)}'; it can be {', '.join(names)}")
         for width, heads in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
-            if width % (2 * heads):        # rotary positions turn pairs; byte parts just follow
+            if width % (2 * heads):        # rotary positions turn pairs (byte parts have none)
                 raise ValueError(f'a width of {width} cannot be split into {heads} heads of even width')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
@@ -141,7 +141,7 @@ class ByteEnds(nn.Module):
         return logits.masked_fill(~possible, -math.inf)
 
     def logits(self, states, idx):
-        """(B, T + 1, V) logits of symbols 0 to T. No target is symbol 0, so forward drops it."""
+        """(B, T + 1, V) logits of symbols 0 to T; forward drops those of 0, which is no target."""
         return self.spell(states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
 
     def loss(self, states, idx, targets, reduction):
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         group = c.share_group or c.n_layer               # how many layers in a row share
         self.per_attention = group if c.share == 'all' else 1    # layers that use one attention
         self.per_ffn = 1 if c.share == 'none' else group
-        n_att = math.ceil(c.n_layer / self.per_attention)
+        n_att = math.ceil(c.n_layer / self.per_attention)    # FFN norms, too: 'ffn' shares none
         n_ffn = math.ceil(c.n_layer / self.per_ffn)
         self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # the FFN's
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         self.dropout = Dropout(c.dropout)
 
     def run_layers(self, x, attend_in):
-        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): in the core, or in a chunk."""
+        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): the core's attention, or a chunk's."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
@@ -208,7 +208,7 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex: if compiled, computed only once
+    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
@@ -224,11 +224,11 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                          # a single query sees every key
+    mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))
+                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
 
 
 class Attention(nn.Module):
@@ -275,7 +275,7 @@ class ChunkTransformer(Transformer):
 
 
 class Dropout(nn.Module):
-    """Dropout at a constant rate or, under a schedule, at p. p is a tensor, so compiled models and
+    """Dropout at a constant rate or, after set_dropout, at p. p is a tensor, so compiled models and
     captured CUDA graphs read it anew at every step; as a buffer it moves with the model."""
     def __init__(self, rate):
         super().__init__()
@@ -330,9 +330,9 @@ class STLM(Transformer):
         return self.ends.wte
 
     def init_weights(self):
-        """Matrices from N(0, 0.02), smaller where they add to the residual stream; adapters start at
-        zero. The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md.
-        pool's output is as large as a token's embedding would be, spread's as a symbol's."""
+        """Std 0.02, less where a matrix adds to the residual stream; adapters start at zero.
+        The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool's
+        output is nearly as large as a token's embedding would be, spread's as large as a symbol's."""
         c = self.config
         size_out = {'ends.pool.weight': 0.02, 'ends.spread.weight': 1 / math.sqrt(c.byte_embd)}
         if c.byte_limit:
@@ -394,7 +394,7 @@ class STLM(Transformer):
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
         limit = self.config.block_size // slots          # vectors, the start included
         cache = []
-        done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or dropped
+        done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or too old
         for _ in range(max_new_tokens):
             whole = idx.size(1) // slots                 # chunks that are complete
             if whole > done or not cache:
@@ -409,7 +409,7 @@ class STLM(Transformer):
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             if slots > 1:                                # a chunk that has ended gets only padding

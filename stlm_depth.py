@@ -67,7 +67,7 @@ class STLMDepthConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            least = 2 if field.name == 'route_every' else 1      # layer 0 must see, and count, all
+            least = 2 if field.name == 'route_every' else 1      # layer 0's cache must hold all tokens
             if field.type is int and getattr(self, field.name) < least:
                 raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
         for name in ('dropout', 'layer_dropout'):
@@ -104,10 +104,10 @@ class RoutedLayer(nn.Module):
         self.forecast_bias = nn.Parameter(torch.empty(1))
 
     def choose(self, x):
-        """(B, T, D) -> indices (B, K) of the tokens that pass, in order; which of these slots are
-        filled, since a row may have fewer than K; scores (B, T); in training, the loss and the hits
-        of the forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, indices
-        are [[1, 3], [2, 0]], filled is [[True, True], [True, False]]."""
+        """(B, T, D) -> index (B, K) of the tokens that pass, in order; filled (B, K), False where a row
+        has fewer than K (an empty slot); score (B, T); in training, the loss and the hits of the
+        forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, index is
+        [[1, 3], [2, 0]] and filled is [[True, True], [True, False]]."""
         score = (x * self.router).sum(-1)                # no matrix product, so autocast keeps float32
         state = F.rms_norm(x.detach(), x.shape[-1:])
         forecast = (state * self.forecast).sum(-1) + self.forecast_bias
@@ -121,7 +121,7 @@ class RoutedLayer(nn.Module):
             return index, torch.ones_like(index, dtype=torch.bool), score, aux
         passes = forecast > 0                            # each token decides by itself: causal
         K = int(passes.sum(1).max())
-        index = passes.long().argsort(dim=1, descending=True, stable=True)[:, :K]    # those that pass
+        index = passes.long().argsort(dim=1, descending=True, stable=True)[:, :K]  # they come first
         return index, passes.gather(1, index), score, {}
 
     def forward(self, x, position, turn, cache):
@@ -129,13 +129,12 @@ class RoutedLayer(nn.Module):
         update = zeros_like(x); update[index] = score[index] * block(x[index])"""
         index, filled, score, aux = self.choose(x)
         passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
-        nobody = index.size(1) == 0
-        if nobody and (cache is None or self.layer < len(cache)):
-            return torch.zeros_like(x), passes, aux
-        if nobody:                                       # each layer must begin its part of the cache
-            index = index.new_zeros(len(x), 1)
+        if index.size(1) == 0:                           # nobody passes
+            if cache is None or self.layer < len(cache):
+                return torch.zeros_like(x), passes, aux
+            index = index.new_zeros(len(x), 1)           # empty: layers append to the cache in turn
             filled = torch.zeros_like(index, dtype=torch.bool)
-        cos, sin = turn
+        cos, sin = turn                                  # of rotary angles, each (1, T, d/2)
         turn = cos[0, index], sin[0, index]              # (B, K, d/2)
         position = torch.where(filled, position[0, index], NEVER)
         index_BKD = index[..., None].expand(-1, -1, x.size(-1))
@@ -151,8 +150,8 @@ def rotary(position, d):
     """Positions (1, T) -> cosine and sine of their rotary angles, each (1, T, d/2)."""
     frequency = 10000.0 ** (-torch.arange(d // 2, device=position.device) * (2 / d))
     angle = position[..., None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex: torch.compile then computes it only once
-    return torch.view_as_real(turn).unbind(-1)           # angle.cos(), angle.sin()
+    unit = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
+    return torch.view_as_real(unit).unbind(-1)           # angle.cos(), angle.sin()
 
 
 def rotate(x, turn):
@@ -187,8 +186,8 @@ class Block(nn.Module):
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. Unfilled
-        slots come last in a call, and have the position NEVER in the cache: no token sees them."""
+        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. No token sees
+        empty slots: in a call they come last, and in a cache their position is after any query's."""
         mask = None
         if cache is not None:
             if self.layer < len(cache):
@@ -219,7 +218,7 @@ class STLMDepth(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices and routers from N(0, 0.02), smaller where they add to the residual stream.
+        """Std 0.02 for matrices and routers, less where a matrix adds to the residual stream.
         Forecasts start at zero."""
         for name, p in self.named_parameters():
             if 'norm' in name:
@@ -304,18 +303,18 @@ class STLMDepth(nn.Module):
             raise ValueError(f'draft_layers = {draft_layers} must be at least 0 and less than {L}, '
                              f'n_draft = {n_draft} at least 1')
         end = idx.size(1) + max_new_tokens
-        begin = max(0, idx.size(1) - limit)              # what the cache holds begins here
+        begin = max(0, idx.size(1) - limit)              # where in the text the cache begins
         cache = []
         while idx.size(1) < end:
             if idx.size(1) - begin > limit:
                 cache = []
                 begin = idx.size(1) - max(1, limit // 2)
             past = cache[0][0].size(2) if cache else 0
-            room = min(limit - (idx.size(1) - begin), end - idx.size(1) - 1)
-            n = min(n_draft, room) if draft_layers else 0    # verifying adds one token more
+            room = min(limit - (idx.size(1) - begin), end - idx.size(1) - 1)  # verifying adds one
+            n = min(n_draft, room) if draft_layers else 0
 
             # draft: the first layers read the new text, then one draft after the other
-            drafts, guesses, states = [], [], []
+            drafts, draft_probs, states = [], [], []
             new = idx[:, begin + past:]
             n_read = past                                # tokens that the first layers have read
             for i in range(n + 1):                       # the last draft is read as well
@@ -325,20 +324,21 @@ class STLMDepth(nn.Module):
                 states.append(state)
                 n_read += new.size(1)
                 if i < n:
-                    guesses.append(probabilities(self.exit_logits(state[:, -1]), temperature, top_k))
-                    new = torch.multinomial(guesses[-1], 1)
+                    logits = self.exit_logits(state[:, -1])
+                    draft_probs.append(probabilities(logits, temperature, top_k))
+                    new = torch.multinomial(draft_probs[-1], 1)
                     drafts.append(new)
 
             # verify: the other layers read all of this at once
             state = self.run(torch.cat(states, 1), range(draft_layers, L), past, cache)[0][-1]
             logits = self.exit_logits(state[:, -n - 1:])     # (B, n + 1, V)
             p = probabilities(logits, temperature, top_k)
-            idx = torch.cat((idx, *accept(p, drafts, guesses)), 1)
+            idx = torch.cat((idx, *accept(p, drafts, draft_probs)), 1)
             self.forget(cache, idx.size(1) - begin - 1)  # the newest token is not yet read
         return idx
 
     def forget(self, cache, length):
-        """Keep only the first `length` tokens visible in the cache."""
+        """Drop all but the first `length` tokens; in routed layers, where rows differ, hide them."""
         for i, (k, v, position) in enumerate(cache):
             if self.config.is_routed(i):
                 cache[i] = (k, v, position.masked_fill(position >= length, NEVER))
@@ -379,13 +379,13 @@ def probabilities(logits, temperature, top_k):
     return (logits / temperature).softmax(-1)
 
 
-def accept(p, drafts, guesses):
+def accept(p, drafts, draft_probs):
     """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
-    them, each (B, 1). p are the probabilities of all layers, q those of the draft. A drafted token
-    x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
+    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft. A
+    draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
     proportion to max(0, p - q). So every token has the distribution p."""
     kept = []
-    for i, (x, q) in enumerate(zip(drafts, guesses)):
+    for i, (x, q) in enumerate(zip(drafts, draft_probs)):
         ratio = p[:, i].gather(1, x) / q.gather(1, x)
         rest = (p[:, i] - q).clamp(min=0)
         same = rest.sum(1, keepdim=True) == 0            # p = q: nothing to draw again from

@@ -20,8 +20,8 @@ Measured on the toy stories (0.5M tokens, three seeds, each at its best learning
 bits per byte, with Muon 1.233 (docs/arena.md).
 
 Choices, and their reasons:
-- No gains: the matrix after a norm can hold its gain as well (not so for queries and keys: their
-  scores stay within sqrt(d)). So every parameter is a matrix or an embedding, which suits Muon.
+- No gains: the matrix after most norms can hold one as well (not after those of the embeddings, of
+  queries and keys, of the tied head). So all parameters are matrices or embeddings, as suits Muon.
 - The embedding is also the head. Two separate tables would be over a third of a model of this size.
 - The gates of a token's K experts sum to 1, and the gated sum is multiplied by K: with equal gates,
   the K experts add up as the parts of a dense FFN do.
@@ -102,12 +102,12 @@ class Block(nn.Module):
         self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c, router)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x, past=0, cache=None):
+    def forward(self, x, past, cache):
         B, T, D = x.shape
         n = norm(x)
         heads = (B, T, self.config.n_head, -1)
         q, k, v = (linear(n).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), each of length sqrt(d)
+        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), length sqrt(d): scores up to sqrt(d)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         y, losses = self.ffn(norm(x))
@@ -122,7 +122,7 @@ def rope(x, past):
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
     frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # complex: if compiled, computed only once
+    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
@@ -138,11 +138,11 @@ def attend(q, k, v, cache, layer, dropout):
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
     causal = True if T == S else False                   # a plain bool, which torch.compile needs
-    mask = None                                          # a single query sees every key
+    mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))
+                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
 
 
 # ---- The routed sibling: K of E experts instead of one FFN ---------------------------------------
@@ -171,7 +171,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """out[t] = K * sum_k gate[t, k] * Expert_choice[t, k](x[t]) + what the shared experts return"""
+    """out[t] = K * sum_k gate[t, k] * expert[choice[t, k]](x[t]) + what the shared experts return"""
     def __init__(self, config, router):
         super().__init__()
         c, D = config, config.n_embd
@@ -185,7 +185,7 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        if not self.config.sparse:                       # now K = E, with gates of 0 if not chosen
+        if not self.config.sparse:                       # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)
         # rows: pairs (token, k) sorted by expert; pair = choice_NK.flatten().argsort(stable=True)
@@ -263,7 +263,7 @@ class Strong(nn.Module):
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             idx = torch.cat((idx, new), 1)
@@ -276,8 +276,8 @@ class Strong(nn.Module):
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
-                    def record(router, _, output, name=name.removesuffix('.ffn.router')):
-                        gate_NK, choice_NK, _ = output
+                    def record(router, args, result, name=name.removesuffix('.ffn.router')):
+                        gate_NK, choice_NK, losses = result
                         gate_NE = gate_NK.new_zeros(len(gate_NK), self.config.n_expert)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
@@ -303,7 +303,7 @@ def order_by_choice(choice_NK, n_choices):
     choice = choice_NK.flatten()
     chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
     count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1
+    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
     pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
     return pair, row, count_ER[:, -1].contiguous()
 
@@ -324,13 +324,13 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """Rows sorted by group, each multiplied by its group's matrix; ends_E (int32): each group's end row.
-    A loop where torch has no kernel (float64, float32 on a GPU, odd widths). Autocasts by hand."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
+    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    exact = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = exact or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
+    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if hasattr(F, 'grouped_mm') and known and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
@@ -340,7 +340,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
 
 class GroupedProduct(torch.autograd.Function):
     """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut, into at most 32 parts."""
+    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -354,7 +354,7 @@ class GroupedProduct(torch.autograd.Function):
         parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
         parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts
+        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
         return dx, dw.unflatten(0, (-1, parts)).sum(1), None
 

@@ -315,8 +315,8 @@ def accepted(monkeypatch):
     """(drafts, tokens that came of them) of every call of accept."""
     found = []
 
-    def record(p, drafts, guesses):
-        out = accept(p, drafts, guesses)
+    def record(p, drafts, draft_probs):
+        out = accept(p, drafts, draft_probs)
         found.append((len(drafts), len(out)))
         return out
     monkeypatch.setattr(stlm_depth, 'accept', record)
