@@ -348,8 +348,7 @@ def read_arguments():
                         help='write everything, the scores of every pair too')
     parser.add_argument('--plot', type=Path, metavar='FILE',
                         help='draw the learning curve (needs matplotlib)')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     parser.add_argument('--batch_tokens', type=between(0, 2 ** 24), default=0,
                         help='tokens in a batch, padding included; 0: automatic')
     args = parser.parse_args()

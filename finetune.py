@@ -403,7 +403,7 @@ def read_arguments():
     parser.add_argument('--num', type=count, help='train on the first NUM examples only')
     parser.add_argument('--blimp', type=Path, help='a file of eval_blimp.py --json')
     parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
-    parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     if args.seeds:
         seeds = args.seeds.split(',')

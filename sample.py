@@ -59,8 +59,7 @@ def read_arguments():
     parser.add_argument('--top_k', type=between(0, 65536), default=50,
                         help='draw from this many most probable tokens; 0: from all')
     parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337, help='of the draws')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument('--next', type=between(1, 65536), metavar='N',
                        help='print the N most probable next tokens instead of text')

@@ -101,8 +101,7 @@ def read_arguments():
     parser.add_argument('--eval_tokens', type=between(1, 10 ** 9),
                         help='most val tokens to score; all if not given')
     parser.add_argument('--json', help='write everything there')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     check_writable(args.json)
     return args

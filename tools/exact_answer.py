@@ -161,8 +161,7 @@ def read_arguments():
     parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
                         help='print the first N problems and what was written, up to 500 characters of each')
     parser.add_argument('--json', help='write the result and every continuation there')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     check_writable(args.json)
     return args

@@ -219,7 +219,7 @@ def read_arguments():
     text.add_argument('--prompt', help='a text to show')
     parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000, help='to read at most')
     parser.add_argument('--out', help="the page; if not given, explore.html in the first run's folder")
-    parser.add_argument('--device', default='auto', help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
 
 

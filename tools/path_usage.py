@@ -78,8 +78,7 @@ def read_arguments():
     parser.add_argument('--num', type=between(1, 10 ** 6), default=500, help='prompts of each data set')
     parser.add_argument('--length', type=between(1, 10 ** 6), default=16, help='tokens in each of them')
     parser.add_argument('--json', help='write shares and accuracy there')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     check_writable(args.json)
     return args

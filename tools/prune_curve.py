@@ -53,8 +53,7 @@ def read_arguments():
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16,
                         help='windows at a time')
     parser.add_argument('--json', help='write the table there')
-    parser.add_argument('--device', default='auto',
-                        help='auto (cuda, else mps, else cpu), cuda, mps or cpu')
+    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     check_writable(args.json)
     return args
