@@ -321,7 +321,8 @@ def arena():
         axis.margins(x=0.36)
         axis.autoscale_view()                            # places are computed with the final limits
         names = []                                       # where they stand, in points
-        for name, (cost, mean, colour) in sorted(places.items(), key=lambda item: item[1][1]):
+        from_below = lambda item: (item[1][1], -item[1][0])      # equally high: from the right
+        for name, (cost, mean, colour) in sorted(places.items(), key=from_below):
             x, y = axis.transData.transform((cost, mean)) * 72 / figure.dpi
             higher = y
             while any(abs(x - a) < 120 and abs(higher - b) < 10 for a, b in names):
