@@ -198,7 +198,8 @@ def main():
     if machine.world > 1 and not s.shard:                # copies that add up their gradients
         trained = torch.nn.parallel.DistributedDataParallel(trained)
     take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
-    step = Replay(take_step, machine, wanted=s.graph and not s.memory)   # a CUDA graph, if possible
+    # a CUDA graph, if possible; not with memory, whose tensors are new in each step
+    step = Replay(take_step, machine, wanted=s.graph and not s.memory)
     if compiles and machine.cuda:
         machine.say('compile   the first step takes up to half a minute')
 
