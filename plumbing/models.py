@@ -24,10 +24,10 @@ def model_file(name):
 
 def import_model(name):
     """The module of a model file, NAME or arena.NAME: one that ends with `Config, Model = ...`."""
-    mark = '\nConfig, Model ='
-    files = {p.stem: p for p in sorted(ROOT.glob('*.py'))}
-    files |= {f'arena.{p.stem}': p for p in sorted(ROOT.glob('arena/*.py'))}
-    names = [each for each, p in files.items() if mark in p.read_text(encoding='utf-8')]
+    mark = b'\nConfig, Model ='
+    files = {p.stem: p for p in sorted(ROOT.glob('[!.]*.py'))}   # hidden ones are an editor's
+    files |= {f'arena.{p.stem}': p for p in sorted(ROOT.glob('arena/[!.]*.py'))}
+    names = [each for each, p in files.items() if mark in p.read_bytes()]
     if name in names:
         try:
             return importlib.import_module(name)
@@ -44,7 +44,7 @@ def import_model(name):
 
 def make_config(module, keys):
     for key in ('n_layer', 'n_parallel'):                # some configs make lists of this length
-        if keys.get(key, 0) > 10_000:
+        if type(keys.get(key)) is int and keys[key] > 10_000:
             raise UserError(f'{module.__name__}: {key} = {keys[key]:,} is more than 10,000')
     try:
         return module.Config(**keys)

@@ -1,6 +1,7 @@
 """Model files: which are imported, how they are sketched, and how their errors are told."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import moep
 from moep import MoEPConfig
 from plumbing import models
 from plumbing.cli import UserError
-from plumbing.models import find_surgery, import_model, reads_past_block_size, sketch
+from plumbing.models import find_surgery, import_model, make_config, reads_past_block_size, sketch
 
 
 def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
@@ -25,6 +26,22 @@ def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ['evil.py']
     with pytest.raises(UserError, match=r'no model file zloss.py; did you mean arena.zloss\?'):
         import_model('zloss')
+
+
+def test_other_files_beside_a_model(tmp_path, monkeypatch):
+    """Emacs keeps a dangling link beside a file with unsaved changes, and not every file is UTF-8."""
+    (tmp_path / 'own_model.py').write_text('import torch\nConfig, Model = 1, 2\n')
+    (tmp_path / '.#own_model.py').symlink_to('user@host.1234')
+    (tmp_path / 'old.py').write_bytes('# caf\u00e9'.encode('latin-1'))
+    monkeypatch.setattr(models, 'ROOT', tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_model('own_model').Config == 1
+
+
+def test_a_field_that_means_something_else_in_a_model_of_your_own():
+    """The bound on the number of layers is for numbers: a run of this model must be readable."""
+    config = make_config(SimpleNamespace(Config=dict, __name__='mine'), dict(n_layer=[2, 4], n_parallel=None))
+    assert config == dict(n_layer=[2, 4], n_parallel=None)
 
 
 @pytest.mark.parametrize('line, message', [
