@@ -278,10 +278,14 @@ def main():
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} {data.noun}/s")
             if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} {data.noun}/s")
-        while pending and data.words >= pending[0]:
+        short_of = data.words / it if it >= last_step else 0     # what is left of the text fills no step
+        while pending and data.words + short_of >= pending[0]:
             save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()
+    if pending:
+        machine.say(f'note      the run ends at {short(data.words)} words: there is no checkpoint '
+                    f"for {', '.join(map(short, pending))}")
     if last_step and s.sample_tokens:
         show_sample(model, s, corpus, machine)
     else:

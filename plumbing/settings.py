@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -106,7 +106,7 @@ def read_settings(argv, usage=''):
 def print_help(usage, values, *owners):
     """The fields as they stand in the source, comments included, with the values given for this run."""
     print(usage.strip())
-    for owner in owners:
+    for owner in [base for owner in owners for base in reversed(owner.__mro__) if is_dataclass(base)]:
         path = Path(inspect.getsourcefile(owner)).relative_to(ROOT)
         print(f'\n{owner.__name__}, in {path.as_posix()}:')
         for line in inspect.getsource(owner).splitlines():
@@ -131,6 +131,8 @@ def check_ranges(s):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
     if s.beta1 >= 1 or s.beta2 >= 1:
         raise UserError('beta1 and beta2 must be less than 1')
+    if s.min_lr > s.learning_rate and s.schedule != 'constant':
+        raise UserError(f'min_lr = {s.min_lr} is above learning_rate = {s.learning_rate}: lower it, too')
     if s.memory and not s.stream:
         raise UserError('memory needs contiguous text: set stream=True')
     if s.stream and (s.stride or s.epoch_words):

@@ -24,7 +24,7 @@ import train
 from conftest import ROOT, train_in_fork
 from moep import MoEP, MoEPConfig
 from plumbing.checkpoint import load_checkpoint, read_checkpoint
-from plumbing.cli import UserError
+from plumbing.cli import UserError, short
 from plumbing.data import Corpus, Data
 from plumbing.folder import RunFolder
 from plumbing.machine import Machine
@@ -267,6 +267,16 @@ def test_checkpoints_by_words(tiny, tmp_path):
     assert 100 <= words[0] == words[1] < 200 <= words[2] < 300
     tiny('--max_iters=14', at, '--resume')               # those of before stay what they are
     assert [load_checkpoint(tmp_path / 'run' / k)[1]['words'] for k in kept] == words
+
+
+def test_a_word_count_at_the_very_end(tiny, tmp_path):
+    """The last windows fill no step, so a run falls short of its words by a part of one."""
+    tiny('--max_iters=3', out='a')
+    words = load_checkpoint(tmp_path / 'a')[1]['words']
+    said = tiny('--max_iters=3', f'--checkpoint_words=[{1.1 * words}, {2 * words}]').stdout
+    kept, = (tmp_path / 'run').glob('ckpt_*')
+    assert load_checkpoint(kept)[1]['words'] == words
+    assert f'note      the run ends at {short(words)} words: there is no checkpoint for {short(2 * words)}' in said
 
 
 def test_routes_are_those_of_the_first_validation_batch(monkeypatch):

@@ -10,7 +10,7 @@ from conftest import ROOT
 from moep import MoEPConfig
 from plumbing.cli import UserError
 from plumbing.models import make_config
-from plumbing.settings import Settings, assign_keys, read_command, read_config, read_settings
+from plumbing.settings import Settings, assign_keys, print_help, read_command, read_config, read_settings
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob('config/**/*.py'))
 
@@ -24,6 +24,18 @@ def test_help_names_every_setting(run):
     for field in dataclasses.fields(Settings):
         assert f'\n    {field.name}: ' in text
     assert 'def ' not in text
+
+
+@dataclasses.dataclass
+class MineConfig(MoEPConfig):
+    slack: float = 0.5             # of my router
+
+
+def test_help_names_inherited_settings(capsys):
+    print_help('', dict(n_block=8), MineConfig)
+    text = capsys.readouterr().out
+    assert '\n    n_block: int = 8 ' in text and '\n    slack: float = 0.5             # of my router' in text
+    assert text.index('MoEPConfig, in moep.py:') < text.index('MineConfig, in tests/plumbing/')
 
 
 @pytest.mark.parametrize('config', CONFIGS)
@@ -213,6 +225,7 @@ def test_values_out_of_range(wrong):
     (['--memory=16'], 'memory needs contiguous text: set stream=True'),
     (['--stream', '--stride=8'], 'a stream has no stride and no epoch_words'),
     (['--stream', '--epoch_words=100.0'], 'a stream has no stride and no epoch_words'),
+    (['--learning_rate=1e-4', '--min_lr=2e-4'], 'min_lr = 0.0002 is above learning_rate = 0.0001'),
     (['--resume', '--overwrite'], 'set one to False')])
 def test_settings_that_exclude_each_other(wrong, message):
     with pytest.raises(UserError, match=message):

@@ -381,4 +381,6 @@ def test_what_to_do_about_a_missing_data_set(tmp_path, monkeypatch):
     assert "did you mean 'mine'?" in how_to_make(tmp_path / 'data' / 'minee')
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'ckpt.pt').write_bytes(b'')
+    (tmp_path / 'data' / 'blimp').mkdir()                # --data=blimp: it is there, but no text
+    assert 'not to train on' in how_to_make(tmp_path / 'data' / 'blimp')
     assert how_to_make(tmp_path / 'run') == 'copy it from the data set that the run was trained on'
