@@ -94,32 +94,33 @@ def read_documents(path, split='auto', field='text'):
 
 def find_files(inputs):
     """[(role, path)] of files and folders; a role is train or val. If any name says train, names
-    decide: val, valid and dev are validation text, test is left out. Otherwise all files are training
-    text, and write_data_set sets some documents aside for validation."""
-    found, skipped = [], 0
-    folders = {Path(given).parent for given in inputs}
+    decide: val, valid and dev are validation text, test is left out. Otherwise all is training text."""
+    found, skipped = {}, 0                               # {path: its role}: no file twice
     known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
         if given.is_file() and re.search(r'\.(tar|tgz|zip)\b', given.name.lower()):
             raise UserError(f'{given} is an archive: unpack it, and give the folder')
-        inside = sorted(p for p in given.rglob('*') if p.is_file()) if given.is_dir() else [given]
+        shown = (p for p in given.rglob('*') if '/.' not in f'/{p.relative_to(given).as_posix()}')
+        inside = sorted(p for p in shown if p.is_file()) if given.is_dir() else [given]
         paths = [path for path in inside if path == given or re.search(known, path.name.lower())]
         skipped += len(inside) - len(paths)
         if not paths:
             raise UserError(f'no .txt or .jsonl file in {given}; others are read if you name them')
         base = given if len(inputs) == 1 else given.parent       # only names below it count
-        if given.is_file() and len(folders) > 1:         # folders too: train/a.txt and test/b.txt
+        if given.is_file() and len({Path(each).parent for each in inputs}) > 1:  # train/a.txt, test/b.txt
             base = base.parent
-        found += [(role_of(path.relative_to(base)), path) for path in paths]
+        found |= {path: role_of(path.relative_to(base)) for path in paths}
     if skipped:
         print(f'files skipped: {skipped:,}; to read others as plain text, name them: FOLDER/*.md')
-    if plain := sum(not re.search(known + r'|\.xml$', path.name.lower()) for _, path in found):
+    if plain := sum(not re.search(known + r'|\.xml$', path.name.lower()) for path in found):
         print(f'files read as plain text: {plain:,}')
-    if 'train' not in {role for role, _ in found}:
-        return [('train', path) for _, path in found]
-    kept = [(role or 'train', path) for role, path in found if role != 'test']
+    if 'train' not in found.values():
+        if any(found.values()):
+            print('files named val, dev or test are training text, too: no name says train')
+        return [('train', path) for path in found]
+    kept = [(role or 'train', path) for path, role in found.items() if role != 'test']
     if len(kept) < len(found):
         print(f'files named test are left out: {len(found) - len(kept):,}')
     return kept
@@ -172,7 +173,7 @@ def write_data_set(target, documents, tokenizer, val_fraction=0.01, seed=1337, c
         counts = [f'{size:,} {name}' if size != 1 else f'1 {name[:-1]}' for name, size in named.items()]
         print(f'{target}/{split}.bin: {", ".join(counts)}')
         if split == 'val' and n['tokens'] < 1000:
-            print(f'note: a loss on {counts[0]} says little; set aside more with --val_fraction')
+            print(f'note: a loss on {counts[0]} says little; see --val_fraction and --split')
 
 
 def spool(documents, path):
@@ -356,7 +357,7 @@ def read_arguments(argv):
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='share of documents for validation, if no file is named val')
+                        help='share of documents for validation, if no file is for that')
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
@@ -365,9 +366,8 @@ def read_arguments(argv):
     for key, value in vars(args).items():
         if key not in used and value != parser.get_default(key):
             raise UserError(f'leave out --{key}: it has no effect on {args.what}')
-    if args.what != 'text':
-        args.name = args.name or args.what
-    if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
+    args.name = args.name or args.what.removeprefix('text')      # `text` has no name of its own
+    if not re.fullmatch(r'\w[\w.-]{,99}', args.name):
         raise UserError(f'--name {args.name or "is missing"}: up to 100 letters, digits, _ . - are needed')
     if args.what == 'text' and not args.input:
         raise UserError('--input is missing: files or folders with .txt or .jsonl text')

@@ -149,9 +149,10 @@ def check_free(target, overwrite):
     if target.exists() and not overwrite:
         raise UserError(f'{target} exists already; choose another --name, or replace it with --overwrite')
     ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
-    others = [p for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
+    others = [p.name for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
     if target.is_file() or others:
-        raise UserError(f'{target} holds more than a data set, so --overwrite does not touch it')
+        what = ', '.join(others[:3]) or 'it is a file'
+        raise UserError(f'{target} holds more than a data set ({what}): --overwrite does not touch it')
 
 
 @contextlib.contextmanager

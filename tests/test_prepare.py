@@ -265,6 +265,19 @@ def test_compressed_and_folders(tmp_path, capsys):
             find_files([folder / name])
 
 
+def test_no_file_is_read_twice(tmp_path, capsys):
+    """Otherwise validation text would be training text: neither a copy that an editor or the system hides, nor
+    a file that is named and lies in a folder, too."""
+    books = tmp_path / 'books'
+    for name in ('a.txt', 'b.txt', '._a.txt', '.ipynb_checkpoints/a-checkpoint.txt', 'sub/.venv/c.txt'):
+        (books / name).parent.mkdir(exist_ok=True, parents=True)
+        (books / name).write_text('x')
+    expected = [('train', books / 'a.txt'), ('train', books / 'b.txt')]
+    assert find_files([books]) == find_files([books, books / 'b.txt']) == expected
+    assert capsys.readouterr().out == ''
+    assert find_files([books / '._a.txt']) == [('train', books / '._a.txt')]     # it was asked for
+
+
 @pytest.mark.parametrize('names, expected', [
     (['train.txt', 'val.txt', 'test.txt'], ['train', 'val']),
     (['train/a.txt', 'dev/a.txt', 'test/a.txt'], ['val', 'train']),
@@ -281,6 +294,8 @@ def test_val_files(tmp_path, capsys, names, expected):
         (tmp_path / name).write_text('x')
     assert sorted(role for role, _ in find_files([tmp_path])) == sorted(expected)
     said = 'files named test are left out: 1\n' if len(expected) < len(names) else ''
+    if not any('train' in name for name in names):
+        said = 'files named val, dev or test are training text, too: no name says train\n'
     assert capsys.readouterr().out == said
 
 
