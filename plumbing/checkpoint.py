@@ -1,7 +1,9 @@
 """Checkpoints: read, checked and built into a model; and where a new run's model starts."""
 
+import contextlib
 import difflib
 import inspect
+import io
 import os
 import re
 import typing
@@ -205,6 +207,7 @@ def start_model(s, module, model_keys, corpus):
         if s.surgery:
             raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
         check_size(module, model_keys, s, corpus.machine)
+        check_config(module, make_config(module, model_keys))
         return build(module, model_keys, corpus.machine.device), None
     paths = [s.init_from] if isinstance(s.init_from, str) else s.init_from
     ckpts = [read_checkpoint(path) for path in paths]
@@ -215,6 +218,19 @@ def start_model(s, module, model_keys, corpus):
     if len(ckpts) > 1:
         raise UserError('init_from names several runs: set the surgery that joins them')
     return freeze(build_model(ckpts[0], **model_keys), ckpts[0]), None
+
+
+def check_config(module, config):
+    """Whether a run of this model could be read again."""
+    keys = asdict(config)
+    file = io.BytesIO()
+    with contextlib.suppress(Exception):
+        torch.save(keys, file)
+        file.seek(0)
+        if asdict(module.Config(**torch.load(file, weights_only=True))) == keys:
+            return
+    raise UserError(f'{module.__name__}: no checkpoint could be read: its Config must hold plain values, '
+                    'and Config(**asdict(config)) must equal config')
 
 
 def check_start(ckpt, s, corpus):

@@ -1,9 +1,4 @@
-"""
-Downloads, where the named data sets come from, and folders that are whole or not there.
-
-A file arrives as name.part and takes its name when it is whole and its checksum right. After a
-broken connection a download continues where it stopped.
-"""
+"""Downloads, where the named data sets come from, and folders that are whole or not there."""
 
 import contextlib
 import hashlib
@@ -151,8 +146,7 @@ def check_free(target, overwrite):
     ours = r'meta\.json|(train|val)\.bin|tokenizer\.\w+|[\w.]+\.jsonl'
     others = [p.name for p in target.iterdir() if not re.fullmatch(ours, p.name)] if target.is_dir() else []
     if target.is_file() or others:
-        what = ', '.join(others[:3]) or 'it is a file'
-        raise UserError(f'{target} holds more than a data set ({what}): --overwrite does not touch it')
+        raise UserError(f"--overwrite does not touch {target}: it holds {others[:3] or 'no data set'}")
 
 
 @contextlib.contextmanager

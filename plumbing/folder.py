@@ -1,9 +1,4 @@
-"""
-A run's folder: its log, its checkpoints, and what may be resumed.
-
-ckpt.pt holds everything needed to resume: weights, optimiser, place in the data, random states,
-segment memory. ckpt_<words>.pt hold weights only. log.jsonl has one JSON object per line.
-"""
+"""A run's folder (docs/training.md says what is in it), and what may be resumed."""
 
 import contextlib
 import json

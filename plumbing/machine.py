@@ -1,6 +1,4 @@
-"""
-The machine a script runs on: device, precision, the processes that torchrun started, CUDA graphs.
-"""
+"""The machine a script runs on: device, precision, torchrun's processes, CUDA graphs."""
 
 import errno
 import math

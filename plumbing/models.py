@@ -1,7 +1,4 @@
-"""
-Model files: found by name, made from their keys, and sketched without weights. Only files beside
-train.py and in arena/ are ever imported, whatever a config or a checkpoint names.
-"""
+"""Model files, by name: only those beside train.py and in arena/ are ever imported."""
 
 import difflib
 import importlib

@@ -73,10 +73,9 @@ def show_plan(model, s, corpus, data, machine, last_step, ckpt=None):
         times = '' if passes == 1 else f', seen {passes:g} times per epoch'
         machine.say(f'data      {name}: {short(end - begin)} {data.noun}{times}, '
                     f'{short(len(corpus.val[name]))} for validation')
-    for name in corpus.scored:
-        if name not in corpus.ranges:
-            length = short(len(corpus.val[name]))
-            machine.say(f'data      {name}: {length} {data.noun}, for validation only')
+    for name in [each for each in corpus.scored if each not in corpus.ranges]:
+        length = short(len(corpus.val[name]))
+        machine.say(f'data      {name}: {length} {data.noun}, for validation only')
     processes = 'process' if machine.world == 1 else 'processes'
     machine.say(f'step      {s.batch_size} windows x {data.T} {data.noun} '
                 f'x {s.gradient_accumulation_steps} accumulated '
@@ -120,6 +119,8 @@ def check_model(model, s, data, machine):
     if s.memory and not reads_past_block_size(model):    # cached keys keep their positions
         raise UserError('memory needs a model that reads beyond block_size, such as moduleformer')
     for name, buffer in model.named_buffers():
+        if name not in buffers:
+            raise UserError(f'{model_file(s.model)}: forward adds a buffer, {name}: register it in __init__')
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
         raise UserError('dropout_schedule needs a model that has set_dropout, and dropout above 0')

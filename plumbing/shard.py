@@ -1,7 +1,4 @@
-"""
-Beyond one GPU: activations computed again in backward, models sharded over processes (FSDP2), and
-checkpoints of which every process writes a part. No model file knows of it.
-"""
+"""Beyond one GPU: activations recomputed in backward, sharded models (FSDP2), checkpoints in parts."""
 
 from collections import UserList
 

@@ -1,7 +1,4 @@
-"""
-The toy corpora that `python prepare.py toy` writes: stories, sums with worked answers, a made-up
-language, and from the stories' grammar (toy.ini) also minimal pairs and a classification task.
-"""
+"""What `python prepare.py toy` writes. The grammar of the stories is in toy.ini."""
 
 import configparser
 import operator

@@ -17,6 +17,7 @@ from plumbing.checkpoint import (build_model, check_start, data_folder, freeze, 
                                  read_checkpoint, run_surgery, run_tokenizer, start_model)
 from plumbing.cli import UserError
 from plumbing.folder import save_file
+from plumbing.machine import Machine
 from plumbing.settings import Settings
 
 SMALL = dict(vocab_size=10, block_size=8, n_layer=1, n_embd=8, n_head=1, n_parallel=0)
@@ -209,6 +210,30 @@ def test_weights_that_do_not_fit_the_config():
     ckpt['weights'].pop('wte.weight')
     with pytest.raises(UserError, match='do not fit moep.py with its own config'):
         build_model(ckpt)
+
+
+class Kind(enum.Enum):
+    EVEN = 1
+
+
+class Grows(moep.MoEPConfig):
+    def __post_init__(self):
+        super().__post_init__()
+        self.n_embd *= 2
+
+
+@pytest.mark.parametrize('base, field', [
+    (moep.MoEPConfig, ('kind', Kind, Kind.EVEN)),
+    (moep.MoEPConfig, ('width', int, dataclasses.field(default=1, init=False))),
+    (Grows, ('width', int, 1))])
+def test_a_run_that_could_not_be_read_does_not_start(base, field):
+    mine = SimpleNamespace(Model=moep.MoEP, Config=dataclasses.make_dataclass('Mine', [field], bases=(base,)),
+                           __name__='mine')
+    corpus = SimpleNamespace(machine=Machine('cpu'))
+    with pytest.raises(UserError, match='mine: no checkpoint could be read: its Config must'):
+        start_model(Settings(), mine, SMALL, corpus)
+    mine.Config = dataclasses.make_dataclass('Mine', [('top', float, float('inf'))], bases=(moep.MoEPConfig,))
+    start_model(Settings(), mine, SMALL, corpus)
 
 
 def test_adapters_are_put_back():

@@ -32,6 +32,16 @@ def test_a_check_leaves_no_trace_in_the_model():
     assert model.seen == 0 and model.table.tolist() == [1, 1]
 
 
+def test_a_buffer_that_forward_adds():
+    """Its checkpoint would not fit the model that is built from the config."""
+    class Late(torch.nn.Module):
+        def forward(self, idx, targets=None):
+            self.register_buffer('seen', torch.zeros(()))
+            return None, None, {}
+    with pytest.raises(UserError, match='moep.py: forward adds a buffer, seen: register it in __init__'):
+        check_model(Late(), Settings(), SimpleNamespace(T=8), Machine('cpu'))
+
+
 def test_a_check_is_of_training():
     """A surgery leaves a model in eval mode, where it may return no auxiliary loss."""
     class Exits(torch.nn.Linear):

@@ -64,7 +64,7 @@ def test_toy_text_is_called_so(tmp_path, monkeypatch, capsys):
     prepare.main(['toy', f'--out={tmp_path}'])
     assert 'holds all toy corpora already' in capsys.readouterr().out
     (tmp_path / 'toy_glue/notes.txt').touch()
-    with pytest.raises(UserError, match=r'holds more than a data set \(notes.txt\)'):
+    with pytest.raises(UserError, match=r"does not touch .*: it holds \['notes.txt'\]"):
         prepare.main(['toy', f'--out={tmp_path}', '--overwrite'])
 
 
