@@ -120,7 +120,7 @@ def check_model(model, s, data, machine):
         raise UserError('memory needs a model that reads beyond block_size, such as moduleformer')
     for name, buffer in model.named_buffers():
         if name not in buffers:
-            raise UserError(f'{model_file(s.model)}: forward adds a buffer, {name}: register it in __init__')
+            raise UserError(f'{s.model}: forward adds a buffer, {name}: register it in __init__')
         buffer.copy_(buffers[name])
     if s.dropout_schedule != 'constant' and not (hasattr(model, 'set_dropout') and model.config.dropout):
         raise UserError('dropout_schedule needs a model that has set_dropout, and dropout above 0')

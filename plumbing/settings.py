@@ -106,7 +106,7 @@ def read_settings(argv, usage=''):
 def print_help(usage, values, *owners):
     """The fields as they stand in the source, comments included, with the values given for this run."""
     print(usage.strip())
-    for owner in [base for owner in owners for base in reversed(owner.__mro__) if is_dataclass(base)]:
+    for owner in [each for owner in owners for each in owner.__mro__[::-1] if is_dataclass(each)]:
         path = Path(inspect.getsourcefile(owner)).relative_to(ROOT)
         print(f'\n{owner.__name__}, in {path.as_posix()}:')
         for line in inspect.getsource(owner).splitlines():

@@ -266,8 +266,8 @@ def test_compressed_and_folders(tmp_path, capsys):
 
 
 def test_no_file_is_read_twice(tmp_path, capsys):
-    """Otherwise validation text would be training text: neither a copy that an editor or the system hides, nor
-    a file that is named and lies in a folder, too."""
+    """Otherwise validation text would be training text, too: neither a hidden copy, as editors keep one, nor
+    a file that is named and lies in a folder."""
     books = tmp_path / 'books'
     for name in ('a.txt', 'b.txt', '._a.txt', '.ipynb_checkpoints/a-checkpoint.txt', 'sub/.venv/c.txt'):
         (books / name).parent.mkdir(exist_ok=True, parents=True)

@@ -276,7 +276,7 @@ def test_a_word_count_at_the_very_end(tiny, tmp_path):
     said = tiny('--max_iters=3', f'--checkpoint_words=[{1.1 * words}, {2 * words}]').stdout
     kept, = (tmp_path / 'run').glob('ckpt_*')
     assert load_checkpoint(kept)[1]['words'] == words
-    assert f'note      the run ends at {short(words)} words: there is no checkpoint for {short(2 * words)}' in said
+    assert f'the run ends at {short(words)} words: there is no checkpoint for {short(2 * words)}' in said
 
 
 def test_routes_are_those_of_the_first_validation_batch(monkeypatch):

@@ -85,7 +85,7 @@ def test_a_run_starts_from_one_with_its_tokenizer():
     (dict(config=dict(n_blok=3)), "moep: MoEPConfig.__init__() got an unexpected keyword argument 'n_blok'"),
     (dict(config={None: 2}), 'moep: '),
     (dict(config=[1]), 'its config is no config of its model'),
-    (dict(config=dict(n_layer=[1])), 'its config is no config of its model'),
+    (dict(config=dict(n_layer=[1])), 'moep: '),
     (dict(config=dict(n_layer=10 ** 400)), 'moep: n_layer = 10,000,')])
 def test_a_model_file_that_has_changed(tmp_path, changes, message):
     """The checkpoint is whole: nobody is told to train it again."""
@@ -212,10 +212,6 @@ def test_weights_that_do_not_fit_the_config():
         build_model(ckpt)
 
 
-class Kind(enum.Enum):
-    EVEN = 1
-
-
 class Grows(moep.MoEPConfig):
     def __post_init__(self):
         super().__post_init__()
@@ -223,7 +219,7 @@ class Grows(moep.MoEPConfig):
 
 
 @pytest.mark.parametrize('base, field', [
-    (moep.MoEPConfig, ('kind', Kind, Kind.EVEN)),
+    (moep.MoEPConfig, ('kind', Kind, Kind.WIDE)),
     (moep.MoEPConfig, ('width', int, dataclasses.field(default=1, init=False))),
     (Grows, ('width', int, 1))])
 def test_a_run_that_could_not_be_read_does_not_start(base, field):

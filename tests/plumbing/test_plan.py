@@ -38,7 +38,7 @@ def test_a_buffer_that_forward_adds():
         def forward(self, idx, targets=None):
             self.register_buffer('seen', torch.zeros(()))
             return None, None, {}
-    with pytest.raises(UserError, match='moep.py: forward adds a buffer, seen: register it in __init__'):
+    with pytest.raises(UserError, match='moep: forward adds a buffer, seen: register it in __init__'):
         check_model(Late(), Settings(), SimpleNamespace(T=8), Machine('cpu'))
 
 
