@@ -210,7 +210,7 @@ def find_task_files(folder):
         names = [path.name.split('.')[0], path.parent.name]
         names = [re.sub('[^a-z0-9]', '', name.lower()) for name in names]        # SST-2 -> sst2
         task = next((name for name in names if name in TASKS), None)
-        split = re.search('train|valid|val|dev', path.stem)
+        split = re.search('train|valid|val|dev(?!_ids)', path.stem)      # MRPC/dev_ids.tsv is no data
         if not (task and split and path.suffix in ('.jsonl', '.tsv')) or 'mismatched' in path.stem:
             continue
         files = found.setdefault(task, dict(train=[], valid=[]))

@@ -215,7 +215,7 @@ FORMATS = dict(
 def test_formats(name, tmp_path):
     file, content, texts, labels = FORMATS[name]
     train_file = file.replace('dev', 'train').replace('valid', 'train')
-    for path in (file, train_file, 'MNLI/dev_mismatched.tsv'):
+    for path in (file, train_file, 'MNLI/dev_mismatched.tsv', 'MRPC/dev_ids.tsv'):
         path = tmp_path / path
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode())
