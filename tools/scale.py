@@ -170,6 +170,8 @@ def main():
     parser.add_argument('--routes', help='measured loads; then also the traffic is shown')
     args, extra = parser.parse_known_args()
     s, module, keys = read_settings([args.config, *extra])
+    if s.init_from:                                      # whose sizes the config does not say
+        raise UserError(f'{args.config} starts from another run; scale counts fresh models')
     if 'vocab_size' not in keys:
         keys['vocab_size'] = find_vocabulary(s)
     model = sketch(module, keys)

@@ -131,3 +131,10 @@ def test_what_is_not_counted_is_told(run, flags):
     assert '\nblocks ' not in told and '\none block ' not in told
     told = run('tools.scale', 'config/moep.py', *args, '--stream', '--memory=8', code=2).stderr
     assert told == 'scale.py: moep has no segment memory: leave out --memory\n'
+
+
+@pytest.mark.parametrize('config', ['config/moduleformer_math.py', 'config/papaformer_composed.py'])
+def test_a_run_that_starts_from_another_is_refused(run, config):
+    told = run('tools.scale', config, code=2)            # else: the sizes of a default config
+    assert told.stderr == f'scale.py: {config} starts from another run; scale counts fresh models\n'
+    assert not told.stdout
