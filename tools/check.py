@@ -46,23 +46,23 @@ def rebuild(module, model, **changes):
 
 
 def train(model, seed):
-    """Three steps -> their losses, and the logits that the model then has in eval mode."""
+    """Three steps -> the last loss, and the logits that the model then has in eval mode."""
     torch.manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters())     # no weight decay: gradients alone
-    losses = []
     for _ in range(3):
         _, loss, aux = model.train()(*batch(model.config))
+        assert loss.isfinite(), 'in training a loss or a gradient is nan or inf; is it of a root or log of 0?'
         optimizer.zero_grad()
         (loss + sum(aux.values())).backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses, model.eval()(batch(model.config)[0])[0].tolist()
+    return loss.item(), model.eval()(batch(model.config)[0])[0].tolist()
 
 
 def builds(module, model, x, y):
     """the model can be built and run: without that, there is nothing to check"""
     watch_outputs(model)
     assert len(model(x)) == 3, 'forward() does not return (logits, loss, aux)'
+    assert not model(x)[0].isnan().any(), 'logits are nan; is something divided by 0?'
 
 
 def shapes(module, model, x, y):

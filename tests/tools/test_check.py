@@ -123,6 +123,7 @@ FAULTS = {                                               # of moep.py: the row, 
     'choices': ('routes', f'best_NE{TOP_K}, order_NE{TOP_K}', 'best_NE, order_NE'),
     'choices in training': ('routes', f'best_NE{TOP_K}, order_NE{TOP_K}',
                             'best_NE[:, :K], order_NE[:, :K]'.replace('K', '(4 if self.training else 2)')),
+    'root of 0': ('gradients', 'return self.ln_f(x), aux', 'return self.ln_f(x + (x - x).square().sqrt()), aux'),
     'unused parameter': ('gradients', LINEAR, f'{LINEAR}        self.scale = nn.Parameter(torch.ones(3))\n'),
     'number': ('resume', *counting('self.steps = 1')),
     'tensor': ('resume', *counting('self.steps = torch.ones(())')),
@@ -334,6 +335,13 @@ def test_a_forward_of_two_values(patched):
     module = patched('moep', 'return logits, None, aux', 'return logits, aux')
     found = check.run_check(check.builds, module, module.Config(**MOEP))
     assert found == ('WRONG', 'forward() does not return (logits, loss, aux)')
+
+
+def test_nan_is_told_once(run, patched, monkeypatch, tmp_path):
+    module = patched('moep', 'gate_NK / gate_NK.sum(-1, keepdim=True)', 'gate_NK / (0 * gate_NK)')
+    monkeypatch.setattr(check, 'read_settings', lambda argv: (Settings(), module, MOEP))
+    rows = run('tools.check', 'mine', cwd=tmp_path, here=True, code=1).stdout.splitlines()[1:]
+    assert rows == ['WRONG  builds     logits are nan; is something divided by 0?']
 
 
 def test_a_crash_is_told_by_its_line(patched):
