@@ -13,6 +13,7 @@ sentences and pauses are not exported: no tokenizer there makes them. docs/ecosy
 """
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from lora import merge_lora
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
-from plumbing.models import ROOT, import_model, reads_past_block_size
+from plumbing.models import ROOT, import_model, model_file, reads_past_block_size
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
 
 # What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
@@ -72,9 +73,12 @@ def export(path, folder):
     from safetensors.torch import save
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
-    if '.' in ckpt['model']:
-        raise UserError(f"{path} is a model of {ckpt['model']}, whose file needs others beside it; "
-                        'models of arena/ are not exported')
+    file = model_file(ckpt['model'])
+    source = (ROOT / file).read_text(encoding='utf-8')
+    imported = re.findall(r'^(?:from|import) (\w+)', source, re.M)   # what it only tries is indented
+    if '/' in file or {*imported} & {each.stem for each in ROOT.iterdir()}:
+        raise UserError(f'{path} is a model of {file}, which needs other files beside it; '
+                        'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
         kind = 'chunks of bytes' if tokenizer.kind == 'chunks' else tokenizer.kind
         raise UserError(f'{path} reads {kind}; no tokenizer of transformers makes them')

@@ -330,11 +330,21 @@ def test_what_is_refused(run, data_dir, tmp_path, monkeypatch):
     assert 'chunks of bytes' in run('tools.export_hf', chunks, code=2).stderr
     assert not (chunks / 'hf').exists()
     routed = make_run(tmp_path / 'routed', data_dir / 'toy_stories', 'arena.bias', {})
-    assert 'models of arena/ are not exported' in run('tools.export_hf', routed, code=2).stderr
+    assert 'arena/bias.py, which needs other files' in run('tools.export_hf', routed, code=2).stderr
     assert not (routed / 'hf').exists()
     assert 'there is no checkpoint' in run('tools.export_hf', tmp_path / 'none', code=2).stderr
     monkeypatch.setitem(sys.modules, 'transformers', None)
     assert 'pip install transformers' in run('tools.export_hf', chunks, code=2).stderr
+
+
+def test_a_model_that_imports_another_is_refused(run, data_dir, tmp_path, monkeypatch):
+    """Here its folder could be loaded: strong.py is on the path. Elsewhere it could not."""
+    folder = make_run(tmp_path / 'run', data_dir / 'toy_stories', 'moep', {})
+    (tmp_path / 'moep.py').write_text('import math\nfrom strong import Strong\n')
+    (tmp_path / 'strong.py').touch()
+    monkeypatch.setattr(export_hf, 'ROOT', tmp_path)
+    assert 'moep.py, which needs other files' in run('tools.export_hf', folder, code=2).stderr
+    assert not (folder / 'hf').exists()
 
 
 FRESH = """
