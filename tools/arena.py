@@ -22,7 +22,7 @@ from plumbing.cli import Parser, UserError, between, parse_json, run_main, write
 from plumbing.models import ROOT, model_file
 from plumbing.settings import read_config, read_settings
 from tools.entries import (
-    check_kept, find_entries, identify, read_kept, read_run, saved_entry, split_values)
+    check_kept, find_entries, identify, read_kept, read_run, saved_entry, split_values, third)
 from tools.leaderboard import MODES, SEEDS, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
@@ -51,7 +51,7 @@ def call(script, *args):
 def train(stages, entry, out, seed, data_dir, setting=None):
     """Train the stages, or resume them -> the last one's folder, and a result: the entry, and what
     the logs say. A stage that starts from earlier ones finds them beside itself. With a setting: a
-    third of the steps."""
+    third of the tokens."""
     found = []
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / 'entry.json', entry)                # what is resumed, should it be killed
@@ -59,9 +59,7 @@ def train(stages, entry, out, seed, data_dir, setting=None):
         folder = out / config.stem if len(stages) > 1 else out
         args = [config, f'--seed={seed}', f'--out_dir={folder}', f'--data_dir={data_dir}']
         if setting:
-            s, _, _ = read_settings([str(config)])
-            length = f'--max_iters={s.max_iters // 3}' if s.max_iters else f'--epochs={s.epochs / 3}'
-            args += [length, f'--{setting}']
+            args += [third(config, setting), f'--{setting}']
         starts = read_config(config).get('init_from')
         if isinstance(starts, list):
             args.append(f'--init_from={[str(out / Path(start).name) for start in starts]}')
@@ -168,7 +166,7 @@ def race(entries, args):
 
 
 def sweep(entries, args):
-    """One seed and a third of the steps for each value of a setting -> as race()."""
+    """One seed and a third of the tokens for each value of a setting -> as race()."""
     key, _, values = args.sweep.partition('=')
     key = key.replace('-', '_')
     if key in FIXED:

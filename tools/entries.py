@@ -110,6 +110,17 @@ def split_values(text):
     return [ast.get_source_segment(source, value) for value in values]
 
 
+def third(config, setting):
+    """The option by which a config with this setting, even another batch size, reads a third of
+    its tokens."""
+    s, _, _ = read_settings([str(config)])
+    swept, _, _ = read_settings([str(config), f'--{setting}'])
+    if not s.max_iters:
+        return f'--epochs={s.epochs / 3}'
+    rows, swept_rows = [each.batch_size * each.gradient_accumulation_steps for each in (s, swept)]
+    return f'--max_iters={s.max_iters * rows // (3 * swept_rows)}'
+
+
 # ---- What was made before -----------------------------------------------------------------------
 
 def identify(stages, swept=None):

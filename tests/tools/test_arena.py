@@ -551,6 +551,19 @@ def test_what_is_the_same_for_all_entries_is_not_swept(key):
         arena.sweep({}, SimpleNamespace(sweep=f'{key}=1'))
 
 
+@pytest.mark.parametrize('config, setting, option', [
+    ('toy/moep.py', 'learning_rate=1e-3', '--max_iters=325'), ('toy/moep.py', 'batch_size=16', '--max_iters=162'),
+    ('toy/moep.py', 'gradient_accumulation_steps=2', '--max_iters=162'),
+    ('moep.py', 'batch_size=16', f'--epochs={10 / 3}')])
+def test_every_value_of_a_sweep_reads_as_many_tokens(monkeypatch, tmp_path, config, setting, option):
+    said = []
+    monkeypatch.setattr(arena, 'call', lambda *args: said.extend(args))
+    monkeypatch.setattr(arena, 'read_run', lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):               # what follows is not of interest
+        arena.train([ROOT / 'config/arena' / config], {}, tmp_path, 1, 'data', setting)
+    assert option in said and f'--{setting}' in said
+
+
 def test_a_sweep_of_what_has_commas(track, go, tmp_path):
     """They part values only outside of brackets and quotes."""
     assert arena.split_values("[(1,2),{3}], 3e-4,cosine,'a,b'") == ['[(1,2),{3}]', '3e-4', 'cosine', "'a,b'"]
