@@ -147,8 +147,9 @@ def leave_out_long(paradigms, by_tokenizer, skip_long):
                     long[place] = f'needs {width} tokens of context, block_size is {s.context}'
     if long and (len(long) == total or not skip_long):
         (path, number), why = next(iter(long.items()))
+        skip = '--skip_long leaves them out, ' if len(long) < total else ''
         raise UserError(f'{len(long):,} of {total:,} pairs are too long, the first is {path}:{number} '
-                        f'({why}); --skip_long leaves them out, a larger block_size reads them')
+                        f'({why}); {skip}a larger block_size reads them')
     for name, p in list(paradigms.items()):
         p.pairs = [pair for pair in p.pairs if pair[0] not in long]
         if not p.pairs:

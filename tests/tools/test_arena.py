@@ -552,7 +552,8 @@ def test_what_is_the_same_for_all_entries_is_not_swept(key):
 
 
 @pytest.mark.parametrize('config, setting, option', [
-    ('toy/moep.py', 'learning_rate=1e-3', '--max_iters=325'), ('toy/moep.py', 'batch_size=16', '--max_iters=162'),
+    ('toy/moep.py', 'learning_rate=1e-3', '--max_iters=325'),
+    ('toy/moep.py', 'batch_size=16', '--max_iters=162'),
     ('toy/moep.py', 'gradient_accumulation_steps=2', '--max_iters=162'),
     ('moep.py', 'batch_size=16', f'--epochs={10 / 3}')])
 def test_every_value_of_a_sweep_reads_as_many_tokens(monkeypatch, tmp_path, config, setting, option):
