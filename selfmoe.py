@@ -199,10 +199,9 @@ class SelfMoE(nn.Module):
         """Total, and active: K of E experts, and not the embedding, which is only looked up."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
-        for block in self.blocks:
-            if isinstance(block.ffn, Mixture):
-                experts = block.ffn.fc.numel() + block.ffn.down.numel()
-                idle += experts - experts * self.config.top_k // self.config.n_expert
+        for name, p in self.named_parameters():
+            if p.dim() == 3 and '.router.' not in name:  # stacks: E experts, E adapters (lora.py)
+                idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
         return total, total - idle
 
 

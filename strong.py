@@ -288,10 +288,9 @@ class Strong(nn.Module):
         """Total, and active: K of E experts. wte counts once, as the head."""
         total = sum(p.numel() for p in self.parameters())
         idle = 0
-        for block in self.blocks:
-            if isinstance(block.ffn, Experts):
-                experts = block.ffn.fc.numel() + block.ffn.down.numel()
-                idle += experts - experts * self.config.top_k // self.config.n_expert
+        for name, p in self.named_parameters():
+            if p.dim() == 3 and '.router.' not in name:  # stacks: E experts, E adapters (lora.py)
+                idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
         return total, total - idle
 
 

@@ -15,6 +15,7 @@ import papaformer
 import selfmoe
 import stlm
 import stlm_depth
+import strong
 from conftest import ROOT
 from lora import add_lora, merge_lora
 from plumbing.checkpoint import load_checkpoint
@@ -46,7 +47,8 @@ MODELS = dict(
     stlm_shared=lambda: stlm.STLM(stlm.STLMConfig(**STLM, share='ffn', lora_rank=2)),
     stlm_depth=lambda: stlm_depth.STLMDepth(stlm_depth.STLMDepthConfig(**STLM, capacity=0.5)),
     stlm_bytes=lambda: stlm.STLM(stlm.STLMConfig(**STLM, byte_limit=3, byte_embd=8, byte_head=1)),
-    moduleformer=lambda: moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(**MODULES)))
+    moduleformer=lambda: moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(**MODULES)),
+    strong_moe=lambda: strong.Strong(strong.StrongConfig(**TINY, n_expert=3, n_shared=1, dropout=0.0)))
 
 
 def make(name):
@@ -78,6 +80,16 @@ def maps(model):
             if p is not None and path.split('.')[-1] != 'head' and (p.dim() == 3 or of_linear):
                 found[f'{path}.{name}'] = p
     return found
+
+
+@pytest.mark.parametrize('name', ['moduleformer', 'selfmoe_upcycled', 'strong_moe'])
+def test_adapters_of_experts_not_taken_are_not_active(name):
+    model = make(name)
+    _, before = model.count_params()
+    expected = 0
+    for p in maps(model).values():
+        expected += 3 * (p.size(-1) + p.size(-2)) * (model.config.top_k if p.dim() == 3 else 1)
+    assert add_lora(model, rank=3).count_params()[1] - before == expected
 
 
 @pytest.mark.parametrize('name', MODELS)
