@@ -45,7 +45,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 try:
     from stick_kernels import can_fuse, stick_breaking as fused  # on a GPU: one kernel each way
-except ImportError:                                      # no Triton, or this file copied alone
+except ImportError:             # no Triton, or not found (in a package, import it from .stick_kernels)
     can_fuse = lambda q, k, v: False
 
 
