@@ -393,7 +393,7 @@ def check_paths(paths, settings):
         if len(set(values)) > 1:
             raise ValueError(f'the paths differ in {name}: {values}')
     for name in settings:
-        if name not in [f.name for f in fields(PaPaformerConfig)]:
+        if name not in [f.name for f in fields(paths[0].config)]:
             raise ValueError(f"'{name}' is not a setting of the model")
         if name.startswith('path_') or name in ('vocab_size', 'attn_out_proj', 'n_embd', 'n_parallel'):
             raise ValueError(f"'{name}' follows from the paths")

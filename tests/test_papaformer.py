@@ -4,7 +4,7 @@ a time."""
 import itertools
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -332,6 +332,14 @@ def test_compose_keeps_your_class():
         pass
     paths = [Mine(make_path(i).config) for i in range(2)]
     assert type(compose(paths)) is Mine
+
+
+def test_compose_knows_a_setting_of_your_own():
+    @dataclass
+    class MyConfig(PaPaformerConfig):
+        mine: float = 1.0
+    paths = [PaPaformer(MyConfig(**asdict(make_path(i).config))) for i in range(2)]
+    assert compose(paths, mine=2.0).config.mine == 2.0
 
 
 @pytest.mark.parametrize('connection', CONNECTIONS)
