@@ -35,6 +35,5 @@ def switch_loss(prob_NE, choice_NK):
 
 
 def entropy_loss(prob_NE):
-    """Probabilities (N, E) -> one number. A p_i of exactly 0 makes neither it nor its gradient
-    nan."""
+    """Probabilities (N, E) -> one number. It and its gradient are finite even if a p_i is 0."""
     raise NotImplementedError    # 3 lines

@@ -175,6 +175,9 @@ WRONG = [
     ('ex2_balance', 'log 0',
      '.clamp(min=1e-9)', '',
      ['entropy_of_zero'], '0 * log 0'),
+    ('ex2_balance', 'an infinite slope',
+     '-(p_E * p_E.clamp(min=1e-9).log()).sum()', 'torch.special.entr(p_E).sum()',
+     ['entropy_of_zero'], 'the gradient is'),
 
     ('ex3_dispatch', 'all experts on all tokens',
      'rows = gate_NK[token, k, None] * expert(x_ND[token])',

@@ -82,7 +82,7 @@ def entropy_value(ex):
 
 
 def entropy_of_zero(ex):
-    """entropy_loss: a p_i of exactly 0 makes neither the loss nor its gradient nan"""
+    """entropy_loss: the loss and its gradient are finite even if a p_i is 0"""
     prob = torch.tensor([[1.0, 0.0]])
     loss = returned(ex.entropy_loss(prob), ()).item()
     expect(abs(loss) < 1e-3,
