@@ -86,6 +86,8 @@ ALSO_RIGHT = [
     ('ex1_top_k', 'prob_NK, choice_NK = score_NE.softmax(-1).topk(k)\n'
      'gate_NK = prob_NK / prob_NK.sum(-1, keepdim=True)',
      'score_NK, choice_NK = score_NE.topk(k)\ngate_NK = score_NK.softmax(-1)'),
+    ('ex1_top_k', 'return gate_NK, choice_NK', 'return [gate_NK, choice_NK]'),
+    ('ex8_prune', 'return router_ED[kept], w_EDF[kept]', 'return [x[kept] for x in (router_ED, w_EDF)]'),
     ('ex2_balance', 'torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0).mean(0) / K',
      'torch.bincount(choice_NK.flatten(), minlength=E) / choice_NK.numel()'),
     ('ex3_dispatch', RIGHT['ex3_dispatch'][0], '''

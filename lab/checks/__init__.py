@@ -17,7 +17,7 @@ def expect(is_right, message):
 def returned(result, *shapes):
     """What a function of the exercise has returned, if these are tensors of these shapes."""
     expect(result is not None, 'the function returns None: is a return missing?')
-    results = result if isinstance(result, tuple) else (result,)
+    results = result if isinstance(result, (tuple, list)) else (result,)
     expect(len(results) == len(shapes), f'{len(shapes)} results are asked for, not {len(results)}')
     for value, shape in zip(results, shapes):
         expect(torch.is_tensor(value), f'a result is a {type(value).__name__}, not a tensor')
