@@ -13,6 +13,7 @@ the text is unchanged. It need not fit into memory.
 """
 
 import functools
+import glob
 import itertools
 import json
 import multiprocessing
@@ -96,26 +97,24 @@ def find_files(inputs):
     """[(role, path)] of files and folders; a role is train or val. If any name says train, names
     decide: val, valid and dev are validation text, test is left out. Otherwise all is training text."""
     found, skipped = {}, 0                               # {path: its role}: no file twice
+    base = os.path.commonpath([os.path.abspath(given) for given in inputs])      # names above do not count
     known = r'\.(txt|jsonl|train|dev|test)(\.gz|\.xz|\.bz2)?$|\.xml\.(gz|xz|bz2)$'
     for given in map(Path, inputs):
         if not given.exists():
             raise UserError(f'{given}: no such file or folder')
         if given.is_file() and re.search(r'\.(tar|tgz|zip)\b', given.name.lower()):
             raise UserError(f'{given} is an archive: unpack it, and give the folder')
-        shown = (p for p in given.rglob('*') if '/.' not in f'/{p.relative_to(given).as_posix()}')
-        inside = sorted(p for p in shown if p.is_file()) if given.is_dir() else [given]
+        inside = [given]
+        if given.is_dir():
+            names = glob.glob('**', root_dir=given, recursive=True)      # none that is hidden
+            inside = sorted(path for path in map(given.joinpath, names) if path.is_file())
         paths = [path for path in inside if path == given or re.search(known, path.name.lower())]
         skipped += len(inside) - len(paths)
         if not paths:
             raise UserError(f'no .txt or .jsonl file in {given}; others are read if you name them')
-        base = given if len(inputs) == 1 else given.parent       # only names below it count
-        if given.is_file() and len({Path(each).parent for each in inputs}) > 1:  # train/a.txt, test/b.txt
-            base = base.parent
-        found |= {path: role_of(path.relative_to(base)) for path in paths}
+        found |= {path: role_of(os.path.relpath(path, base)) for path in paths}
     if skipped:
         print(f'files skipped: {skipped:,}; to read others as plain text, name them: FOLDER/*.md')
-    if plain := sum(not re.search(known + r'|\.xml$', path.name.lower()) for path in found):
-        print(f'files read as plain text: {plain:,}')
     if 'train' not in found.values():
         if any(found.values()):
             print('files named val, dev or test are training text, too: no name says train')
@@ -129,7 +128,7 @@ def find_files(inputs):
 def role_of(path):
     """train, val, test or None, by the last word of the path that is one of these names."""
     roles = dict(train='train', val='val', valid='val', validation='val', dev='val', test='test')
-    words = re.split(r'[/\\._-]', str(path).lower())
+    words = re.split(r'[/\\._-]', path.lower())
     return next((roles[word] for word in reversed(words) if word in roles), None)
 
 
@@ -366,8 +365,9 @@ def read_arguments(argv):
     for key, value in vars(args).items():
         if key not in used and value != parser.get_default(key):
             raise UserError(f'leave out --{key}: it has no effect on {args.what}')
-    args.name = args.name or args.what.removeprefix('text')      # `text` has no name of its own
-    if not re.fullmatch(r'\w[\w.-]{,99}', args.name):
+    if args.what != 'text':
+        args.name = args.name or args.what
+    if not re.fullmatch(r'\w[\w.-]{,99}', args.name or ''):
         raise UserError(f'--name {args.name or "is missing"}: up to 100 letters, digits, _ . - are needed')
     if args.what == 'text' and not args.input:
         raise UserError('--input is missing: files or folders with .txt or .jsonl text')
@@ -384,7 +384,7 @@ def main(argv=None):
     if args.what == 'blimp':
         return copy_pairs(target, inputs, all_of_blimp=not args.input, overwrite=args.overwrite)
     files = find_files(inputs)
-    if any(Path(os.path.realpath(target)) in Path(os.path.realpath(path)).parents for _, path in files):
+    if any(target.resolve() in path.resolve().parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be overwritten; choose another --name')
     preset = dict(split='auto', field='text') | NAMED.get(args.what, [{}])[0]    # or the set's own
     known = args.tokenizer or (None if args.vocab_size else preset.get('tokenizer'))

@@ -278,8 +278,8 @@ def main():
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} {data.noun}/s")
             if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} {data.noun}/s")
-        short_of = data.words / it if it >= last_step else 0     # what is left of the text fills no step
-        while pending and data.words + short_of >= pending[0]:
+        slack = data.words / it if it >= last_step else 0        # one step: the last may not be full
+        while pending and data.words + slack >= pending[0]:
             save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()

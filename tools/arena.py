@@ -22,7 +22,7 @@ from plumbing.cli import Parser, UserError, between, parse_json, run_main, write
 from plumbing.models import ROOT, model_file
 from plumbing.settings import read_config, read_settings
 from tools.entries import (
-    check_kept, find_entries, identify, read_kept, read_run, saved_entry, split_values, third)
+    check_kept, find_entries, identify, read_kept, read_run, saved_entry, split_values, third_of_tokens)
 from tools.leaderboard import MODES, SEEDS, TRACKS, classes, read_results, show, show_sweep
 
 RESULTS = ROOT / 'docs' / 'results' / 'arena'
@@ -59,7 +59,7 @@ def train(stages, entry, out, seed, data_dir, setting=None):
         folder = out / config.stem if len(stages) > 1 else out
         args = [config, f'--seed={seed}', f'--out_dir={folder}', f'--data_dir={data_dir}']
         if setting:
-            args += [third(config, setting), f'--{setting}']
+            args += [third_of_tokens(config, setting), f'--{setting}']
         starts = read_config(config).get('init_from')
         if isinstance(starts, list):
             args.append(f'--init_from={[str(out / Path(start).name) for start in starts]}')

@@ -110,7 +110,7 @@ def split_values(text):
     return [ast.get_source_segment(source, value) for value in values]
 
 
-def third(config, setting):
+def third_of_tokens(config, setting):
     """The option by which a config with this setting, even another batch size, reads a third of
     its tokens."""
     s, _, _ = read_settings([str(config)])
