@@ -283,7 +283,7 @@ def main():
             save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
         bar.update()
     bar.close()
-    if pending:
+    if pending and left > 0:            # else it was said when the run ended
         machine.say(f'note      the run ends at {short(data.words)} words: there is no checkpoint '
                     f"for {', '.join(map(short, pending))}")
     if last_step and s.sample_tokens:

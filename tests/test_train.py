@@ -273,10 +273,12 @@ def test_a_word_count_at_the_very_end(tiny, tmp_path):
     """The last windows fill no step, so a run falls short of its words by a part of one."""
     tiny('--max_iters=3', out='a')
     words = load_checkpoint(tmp_path / 'a')[1]['words']
-    said = tiny('--max_iters=3', f'--checkpoint_words=[{1.1 * words}, {2 * words}]').stdout
+    at = f'--checkpoint_words=[{1.1 * words}, {2 * words}]'
+    said = tiny('--max_iters=3', at).stdout
     kept, = (tmp_path / 'run').glob('ckpt_*')
     assert load_checkpoint(kept)[1]['words'] == words
     assert f'the run ends at {short(words)} words: there is no checkpoint for {short(2 * words)}' in said
+    assert 'no checkpoint' not in tiny('--max_iters=3', at, '--resume').stdout   # the first is there
 
 
 def test_routes_are_those_of_the_first_validation_batch(monkeypatch):
