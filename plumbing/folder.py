@@ -20,8 +20,7 @@ from plumbing.tokenizer import copy_tokenizer
 def check_resume(ckpt, s, model_keys, machine):
     """A resumed run keeps its model and data. Other settings may change, and are printed."""
     if 'optimizer' not in ckpt:
-        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; '
-                        'start a new run from it with --init_from')
+        raise UserError(f'{s.out_dir}/ckpt.pt holds weights only; start a new run from it with --init_from')
     if s.surgery:
         model_keys = {}                                  # it may have changed them
     fixed = {'model', 'data', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words', 'seed',
@@ -31,7 +30,8 @@ def check_resume(ckpt, s, model_keys, machine):
     old = ckpt['config'] | ckpt['settings']
     for key, value in (asdict(s) | model_keys).items():
         before = old.get(key)
-        if before == value or key in ('resume', 'overwrite'):
+        reordered = key == 'data' and [*before] != [*value]      # another text, end to end
+        if before == value and not reordered or key in ('resume', 'overwrite'):
             continue
         if key in fixed:
             raise UserError(f'{s.out_dir} was trained with {key} = {before!r}, not {value!r}: '
@@ -188,8 +188,8 @@ class RunFolder:
 
     def give_up(self, it):
         raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; '
-                        f'{self.path}/ckpt.pt, if one was saved, is good; '
-                        'try a lower learning_rate, or look into the model if step 0 has a val loss of nan')
+                        f'{self.path}/ckpt.pt, if one was saved, is good; try a lower learning_rate, '
+                        'or look into the model if step 0 has a val loss of nan')
 
     def restore(self, ckpt, model, optimizer, memory):
         """Put back what the checkpoint holds besides the weights and the place in the data, and empty it:

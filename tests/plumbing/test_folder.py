@@ -53,6 +53,10 @@ def test_what_may_be_resumed(machine, said):
             resume(same, **changes)
     with pytest.raises(UserError, match="was trained with data = 'toy_stories', not 'toy_math'"):
         resume(same, data='toy_math')
+    same['settings']['data'] = dict(a=(0.0, 1.0), b=(0.0, 1.0))
+    resume(same, data=dict(a=(0, 1), b=(0, 1)))
+    with pytest.raises(UserError, match='was trained with data'):        # it would be another text
+        resume(same, data=dict(b=(0.0, 1.0), a=(0.0, 1.0)))
     weights_only = {key: value for key, value in same.items() if key != 'optimizer'}
     with pytest.raises(UserError, match='holds weights only; start a new run from it with --init_from'):
         resume(weights_only)
