@@ -65,7 +65,11 @@ def adapted_class(cls, names):
     Python finds a property before it asks nn.Module.__getattr__ for a parameter, which stays in
     _parameters under its own name. Cached: all modules of a class, and copies, share one."""
     def with_change(name):
-        return property(lambda module: module.lora[name](module._parameters[name]))
+        def read(module):
+            weight = module._parameters[name]
+            is_sharded = hasattr(weight, 'full_tensor')  # between passes, when FSDP asks for it as it is
+            return weight if is_sharded else module.lora[name](weight)
+        return property(read)
     properties = {name: with_change(name) for name in names}
     return type(f'LoRA{cls.__name__}', (cls,), {'plain': cls, **properties})
 

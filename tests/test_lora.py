@@ -247,6 +247,15 @@ def test_state_dict_copies_and_precision():
 
 
 @pytest.mark.slow
+def test_a_sharded_weight_is_read_as_it_is():
+    """FSDP asks for it by its name, to keep it: with the change, it would be changed twice."""
+    linear = add_lora(nn.Sequential(nn.Linear(2, 3)), rank=1)[0]
+    weight = linear._parameters['weight']
+    assert linear.weight is not weight
+    weight.full_tensor = None                            # as a DTensor has it
+    assert linear.weight is weight
+
+
 def test_compiled(compile_model):
     """In one graph, and with the adapters in it."""
     model, ids = stir(add_lora(make('papaformer_share'))), some_ids()

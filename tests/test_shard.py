@@ -61,6 +61,11 @@ def frozen(base, out, *args):
             *COMMON, '--stream', '--memory=16', f'--out_dir={out}', *args]
 
 
+def adapted(base, out, *args):
+    surgery = ['--surgery=lora.add_lora', '--surgery_args=dict(rank=2, dropout=0.0)']
+    return ['--model=moduleformer', f'--init_from={base}', *surgery, *COMMON, f'--out_dir={out}', *args]
+
+
 def losses(folder):
     steps = [json.loads(line) for line in open(folder / 'log.jsonl')]
     return {r['iter']: r['loss'] for r in steps if 'loss' in r}
@@ -223,19 +228,22 @@ def test_a_model_may_name_its_head_as_it_likes():
 
 
 def train_sharded(data_dir, folder):
-    """MoEP, and a base that a surgery froze: by one process, and by two that share the model -> what the two
-    print. (Another process runs it beside the tests.)"""
+    """MoEP, a base that a surgery froze, and one with adapters: by one process, and by two that share the
+    model -> what the two print. (Another process runs it beside the tests.)"""
     seven = ['--max_iters=7', f'--data_dir={data_dir}']
     alone = [*seven, '--gradient_accumulation_steps=4']
     run_script('train.py', *command('moep', folder / 'one'), *alone, here=True)
     run_script('train.py', *command('moduleformer', folder / 'base'), '--max_iters=1', seven[1], here=True)
     run_script('train.py', *frozen(folder / 'base', folder / 'one_frozen'), *alone, here=True)
+    run_script('train.py', *adapted(folder / 'base', folder / 'one_adapted'), *alone, here=True)
     shard = ['--shard', '--checkpoint_activations', '--gradient_accumulation_steps=2', '--save_interval=4']
     half = command('moep', folder / 'halves', *shard)
     memory_too = frozen(folder / 'base', folder / 'two_frozen', *shard)
+    lora = adapted(folder / 'base', folder / 'two_adapted', *shard)
     exits = command('stlm_depth', folder / 'exits', *shard, '--exit_loss=True', '--max_iters=3')
     return train_many(2, [command('moep', folder / 'two', *shard, seven[0]), [*half, '--max_iters=5'],
                           [*half, '--resume', seven[0]], [*exits, '--aux_weights=dict(exit=1.0)'],
+                          [*lora, '--max_iters=5'], [*lora, '--resume', seven[0]],
                           [*memory_too, '--max_iters=5'], [*memory_too, '--resume', seven[0]]], data_dir)
 
 
@@ -247,6 +255,9 @@ def test_two_processes_with_one_model(run, sharded, data_dir):
     told = future.result()
     assert max(gap(tmp_path / 'one', tmp_path / 'two')) < 1e-4
     assert max(gap(tmp_path / 'one_frozen', tmp_path / 'two_frozen')) < 1e-4
+    assert max(gap(tmp_path / 'one_adapted', tmp_path / 'two_adapted')) < 1e-4
+    first, second = (read_checkpoint(tmp_path / f'{n}_adapted')['frozen'] for n in ('one', 'two'))
+    assert first == second
     held = [json.loads(line[5:]) for line in told.stdout.splitlines() if line.startswith('held')]
     for measured, out in ((held[0], 'two'), (held[-1], 'two_frozen')):
         formula = memory(load_frozen(tmp_path / out), Settings(shard=True), 32, world=2)
