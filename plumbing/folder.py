@@ -188,8 +188,8 @@ class RunFolder:
 
     def give_up(self, it):
         raise UserError(f'the loss, its gradient or a weight is not finite at step {it}; '
-                        f'{self.path}/ckpt.pt, if one was saved, is good; try a lower learning_rate, '
-                        'or look into the model if step 0 has a val loss of nan')
+                        f'{self.path}/ckpt.pt, if one was saved, is good; try a lower '
+                        'learning_rate, or look into the model if step 0 has a val loss of nan')
 
     def restore(self, ckpt, model, optimizer, memory):
         """Put back what the checkpoint holds besides the weights and the place in the data, and empty it:
