@@ -67,7 +67,7 @@ def adapted_class(cls, names):
     def with_change(name):
         def read(module):
             weight = module._parameters[name]
-            is_sharded = hasattr(weight, 'full_tensor')  # between passes, when FSDP asks for it as it is
+            is_sharded = hasattr(weight, 'full_tensor')  # then FSDP wants it without a change
             return weight if is_sharded else module.lora[name](weight)
         return property(read)
     properties = {name: with_change(name) for name in names}
