@@ -50,6 +50,8 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(*stack, rank, d_out))
 
     def forward(self, weight):
+        if hasattr(weight, 'full_tensor'):               # sharded: FSDP itself reads it, to keep it
+            return weight
         a = self.a
         if self.training and self.dropout:
             channels = a.new_ones(*a.shape[:-1], 1)      # each kept or dropped, for all tokens
@@ -65,11 +67,7 @@ def adapted_class(cls, names):
     Python finds a property before it asks nn.Module.__getattr__ for a parameter, which stays in
     _parameters under its own name. Cached: all modules of a class, and copies, share one."""
     def with_change(name):
-        def read(module):
-            weight = module._parameters[name]
-            is_sharded = hasattr(weight, 'full_tensor')  # then FSDP wants it without a change
-            return weight if is_sharded else module.lora[name](weight)
-        return property(read)
+        return property(lambda module: module.lora[name](module._parameters[name]))
     properties = {name: with_change(name) for name in names}
     return type(f'LoRA{cls.__name__}', (cls,), {'plain': cls, **properties})
 
@@ -124,8 +122,7 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
     for p in unfrozen:
         p.requires_grad_(True)
     by_module = {}                                       # {module: the names of its chosen parameters}
-    for full_name in chosen:
-        module, name = maps[full_name]
+    for module, name in [maps[full_name] for full_name in chosen]:
         by_module.setdefault(module, []).append(name)
     for module, names in by_module.items():
         changes = {name: LowRank(getattr(module, name), rank, alpha, dropout) for name in names}
