@@ -55,7 +55,7 @@ class Paradigm:
 def read_pairs(data):
     """{name: Paradigm} of a folder of .jsonl files, or of one such file."""
     data = Path(data)
-    files = [data] if data.is_file() else sorted(data.glob('*.jsonl'))
+    files = [data] if data.is_file() else sorted(data.glob('[!.]*.jsonl'))
     if not files:
         what = 'no .jsonl file in' if data.is_dir() else 'there is no folder'
         raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp '

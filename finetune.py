@@ -206,7 +206,7 @@ def averages(results, blimp):
 def find_task_files(folder):
     """{task: {'train': files, 'valid': files}} of what a folder holds."""
     found = {}
-    for path in sorted(filter(Path.is_file, [*folder.glob('*'), *folder.glob('*/*')])):
+    for path in sorted(filter(Path.is_file, [*folder.glob('[!.]*'), *folder.glob('*/[!.]*')])):
         names = [path.name.split('.')[0], path.parent.name]
         names = [re.sub('[^a-z0-9]', '', name.lower()) for name in names]        # SST-2 -> sst2
         task = next((name for name in names if name in TASKS), None)

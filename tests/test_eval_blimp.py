@@ -162,7 +162,9 @@ def test_sums_are_float64():
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
     # ab and ba are a tie in harness mode: 1/16 each; aa is better than both
     files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')], wrong=[('ab', 'aa')])
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
+    folder = write_pairs(tmp_path / 'd', files)
+    (folder / '._tie.jsonl').write_bytes(b'\x00\x05\x16\x07')         # a Mac leaves these on other disks
+    paradigms = read_pairs(folder)
     sentences = Sentences(paradigms, BYTES)
     result = evaluate(paradigms, sentences, score_sentences(HALVES, sentences))
     assert {name: r['accuracy'] for name, r in result.items()} == dict(tie=100.0, same=100.0, wrong=0.0)

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -215,7 +216,8 @@ FORMATS = dict(
 def test_formats(name, tmp_path):
     file, content, texts, labels = FORMATS[name]
     train_file = file.replace('dev', 'train').replace('valid', 'train')
-    for path in (file, train_file, 'MNLI/dev_mismatched.tsv', 'MRPC/dev_ids.tsv'):
+    hidden = [str(Path(path).with_name(f'._{Path(path).name}')) for path in (file, train_file)]  # a Mac's
+    for path in (file, train_file, 'MNLI/dev_mismatched.tsv', 'MRPC/dev_ids.tsv', *hidden):
         path = tmp_path / path
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode())

@@ -45,7 +45,7 @@ def find_entries(paths, track):
                 read_config(given)                       # a model file is not a config: it says so
             print(f'{given.stem} is left out: there is no {path}')
             continue
-        stages = sorted(path.glob('*.py')) if path.is_dir() else [path]
+        stages = sorted(path.glob('[!.]*.py')) if path.is_dir() else [path]
         if not stages:
             raise UserError(f'{path}: an entry that is a folder holds a config for each stage')
         if entries.get(path.stem, stages) != stages:
