@@ -149,18 +149,19 @@ def show_sample(model, s, corpus, machine):
         ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
         routed = bool(model.routes(start))
     machine.say(f'\nsample\n{corpus.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
-    hints = {f'python sample.py {s.out_dir}': 'more text'}
+    run = shlex.quote(s.out_dir)
+    hints = {f'python sample.py {run}': 'more text'}
     if routed:
-        hints = {f'python sample.py {s.out_dir} --routes': 'more text, and the path each token took'}
-        hints[f'python -m tools.explore {s.out_dir}'] = 'a page: where tokens go, and what a choice means'
+        hints = {f'python sample.py {run} --routes': 'more text, and the path each token took'}
+        hints[f'python -m tools.explore {run}'] = 'a page: where tokens go, and what a choice means'
     if all(any(word in name for word in ('math', 'pauses', 'thoughts')) for name in corpus.scored):
-        hints[f'python -m tools.exact_answer {s.out_dir}'] = 'how many problems it solves'
+        hints[f'python -m tools.exact_answer {run}'] = 'how many problems it solves'
     elif all(name in TOYS for name in corpus.scored):
-        hints[f'python eval_blimp.py {s.out_dir}'] = 'how many minimal pairs it gets right'
+        hints[f'python eval_blimp.py {run}'] = 'how many minimal pairs it gets right'
     else:
         pairs = 'how many minimal pairs it gets right (after: python prepare.py blimp)'
-        hints[f'python eval_blimp.py {s.out_dir} --data data/blimp'] = pairs
-    hints[f'python -m tools.compare {s.out_dir}'] = 'a table; name more runs to compare them'
+        hints[f'python eval_blimp.py {run} --data data/blimp'] = pairs
+    hints[f'python -m tools.compare {run}'] = 'a table; name more runs to compare them'
     hints[f'python train.py --model={s.model} --help'] = f'every setting; the log is {s.out_dir}/log.jsonl'
     width = max(map(len, hints))
     for command, what in hints.items():

@@ -134,6 +134,8 @@ def test_what_to_do_next(capsys, data, line):
     lines = [' '.join(each.split()) for each in capsys.readouterr().out.splitlines()]
     assert line in lines
     assert 'python -m tools.compare out/a # a table; name more runs to compare them' in lines
+    show_sample(model, Settings(out_dir='out/my run'), corpus, Machine('cpu'))
+    assert "python -m tools.compare 'out/my run'" in capsys.readouterr().out     # as a shell takes it
 
 
 @pytest.mark.slow
