@@ -93,7 +93,7 @@ class RunFolder:
         if not lock(self.log_file):
             raise UserError(f'{log} is being written by another run: wait for it, '
                             'or set another --out_dir')
-        stale = ['ckpt*.pt.tmp', 'log.jsonl.tmp', 'meta.json.tmp', 'tokenizer.*.tmp', 'shards/*.tmp']
+        stale = ['ckpt*.pt.tmp', 'meta.json.tmp', 'tokenizer.*.tmp', 'shards/*.tmp']
         if self.s.overwrite:                             # else only what a killed run left
             stale += ['ckpt*.pt', 'shards/*.pt']
         for old in [path for pattern in stale for path in self.path.glob(pattern)]:
@@ -103,18 +103,14 @@ class RunFolder:
         if not ckpt:
             self.log_file.truncate(0)
             return
-        with open(log, 'rb') as file:
-            kept = file.read(ckpt['log_bytes'])
+        kept = log.read_bytes()[:ckpt['log_bytes']]
         whole = b''.join(line for line in kept.splitlines(keepends=True) if is_record(line))
         if len(whole) < ckpt['log_bytes']:
             self.machine.say(f'resume    {log} was damaged: it has lost lines since the checkpoint was saved')
-        if whole == kept:
-            self.log_file.truncate(len(whole))
-            return
-        with new_file(log, 'wb') as file:
-            file.write(whole)
-        self.log_file = open(log, 'a', encoding='utf-8')
-        lock(self.log_file)
+        if whole != kept:
+            self.log_file.truncate(0)
+            self.log_file.buffer.write(whole)
+        self.log_file.truncate(len(whole))
 
     def log(self, it, **record):
         if self.machine.rank == 0:

@@ -145,7 +145,9 @@ def test_a_damaged_log_is_repaired(tmp_path, machine, data_dir, said, damage):
     log = tmp_path / 'log.jsonl'
     text = log.read_bytes()
     log.write_bytes(damage(text))
+    inode = log.stat().st_ino
     folder.open(corpus, dict(log_bytes=len(text)))
+    assert log.stat().st_ino == inode                    # Windows replaces no open file
     folder.log(4, loss=4.0)
     folder.log_file.close()
     records = [json.loads(line) for line in log.read_text().splitlines()]
