@@ -11,7 +11,7 @@ import torch
 
 from plumbing.cli import UserError
 
-ROOT = Path(__file__).resolve().parent.parent            # where the model files lie
+ROOT = Path(__file__).parent.parent                      # where the model files lie
 
 
 def model_file(name):
