@@ -129,6 +129,8 @@ def check_ranges(s):
             raise UserError(f'{key} = {value} must be {least} 0')
     if s.out_dir.endswith('.pt'):
         raise UserError(f'out_dir = {s.out_dir} is a folder: its name cannot end in .pt')
+    if re.search('[\ud800-\udfff]', s.out_dir + s.data_dir):     # a checkpoint could not be read
+        raise UserError('out_dir or data_dir is not UTF-8: rename the folder, or set PYTHONUTF8=1')
     if s.beta1 >= 1 or s.beta2 >= 1:
         raise UserError('beta1 and beta2 must be less than 1')
     if s.min_lr > s.learning_rate and s.schedule != 'constant':

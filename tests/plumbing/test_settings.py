@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -36,6 +38,16 @@ def test_help_names_inherited_settings(capsys):
     text = capsys.readouterr().out
     assert '\n    n_block: int = 8 ' in text and '\n    slack: float = 0.5             # of my router' in text
     assert text.index('MoEPConfig, in moep.py:') < text.index('MineConfig, in tests/plumbing/')
+
+
+def test_help_through_a_link(tmp_path):
+    """PYTHONPATH may name one, and so does a drive letter on Windows."""
+    (tmp_path / 'link').symlink_to(ROOT)
+    code = f"import sys; sys.path[:0] = [{str(tmp_path / 'link')!r}]; import train; train.main()"
+    environ = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    command = [sys.executable, '-c', code, '--help']
+    found = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert '\nMoEPConfig, in moep.py:\n' in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize('config', CONFIGS)
@@ -214,8 +226,8 @@ def test_a_field_without_a_type_is_told():
 @pytest.mark.parametrize('wrong', [
     'batch_size=0', 'gradient_accumulation_steps=0', 'log_interval=0', 'epochs=0', 'epochs=-1.0',
     'grad_clip=-1.0', 'seed=-1', 'max_iters=-1', 'stride=-5', 'eval_tokens=0', 'beta1=2.0',
-    'checkpoint_words=["1M"]', 'out_dir="x.pt"', 'eval_data=[[]]',
-    'init_from=[1.5]', 'aux_weights={"block_balance": "x"}', 'surgery_args={"n": 2}'])
+    'checkpoint_words=["1M"]', 'out_dir="x.pt"', 'eval_data=[[]]', 'out_dir=out/m\udcc3\udcb6',
+    'data_dir=\udce9', 'init_from=[1.5]', 'aux_weights={"block_balance": "x"}', 'surgery_args={"n": 2}'])
 def test_values_out_of_range(wrong):
     with pytest.raises(UserError):
         read_settings([f'--{wrong}'])
