@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -16,12 +17,13 @@ class Machine:
     """The device and precision of this process, and its place among the processes of the run."""
 
     def __init__(self, device='auto', dtype='auto'):
-        if torch.__version__ < (2, 10):
-            raise UserError(f'torch {torch.__version__} is too old: pip install "torch>=2.10"')
+        if torch.__version__ < (2, 10) or sys.version_info < (3, 11):
+            raise UserError(f'torch>=2.10 and Python>=3.11 are needed; torch is {torch.__version__}')
         self.rank = int(os.environ.get('RANK', 0))
         self.world = int(os.environ.get('WORLD_SIZE', 1))
         self.device = find_device(device)
         self.cuda = self.device.type == 'cuda'
+        self.rng = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
         if dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
         if dtype == 'auto':                              # a T4 or V100 has no bfloat16
@@ -88,20 +90,18 @@ class Machine:
             dist.destroy_process_group()
 
     def random_state(self):
-        generator = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
-        return dict(cpu=torch.get_rng_state(), device=generator.get_rng_state() if generator else None)
+        return dict(cpu=torch.get_rng_state(), device=self.rng and self.rng.get_rng_state())
 
     def set_random_state(self, state):
         torch.set_rng_state(state['cpu'])
-        generator = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
-        if generator and state['device'] is not None:
-            generator.set_rng_state(state['device'])
+        if self.rng and state['device'] is not None:
+            self.rng.set_rng_state(state['device'])
 
 
 def find_device(kind):
     if kind == 'auto':
-        has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        kind = 'cuda' if has_cuda else 'mps' if has_mps else 'cpu'
+        has_mps = torch.backends.mps.is_available() and 'RANK' not in os.environ     # gloo lacks it
+        kind = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
     if kind not in ('cuda', 'mps', 'cpu'):
         raise UserError(f"device '{kind}' is unknown; it can be auto, cuda, mps or cpu "
                         '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)')

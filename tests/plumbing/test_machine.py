@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import sys
 import types
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.cli import UserError
-from plumbing.machine import Machine, Replay
+from plumbing.machine import Machine, Replay, find_device
 
 
 def test_precision():
@@ -58,8 +59,23 @@ def test_memory_is_in_bytes():
 
 def test_an_old_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.9.1'))
-    with pytest.raises(UserError, match='torch 2.9.1 is too old'):
+    with pytest.raises(UserError, match='torch>=2.10 .+; torch is 2.9.1'):
         Machine('cpu')
+
+
+def test_an_old_python_is_refused(monkeypatch):
+    """It would train, and call every checkpoint truncated."""
+    monkeypatch.setattr(sys, 'version_info', (3, 10, 12))
+    with pytest.raises(UserError, match='Python>=3.11 are needed'):
+        Machine('cpu')
+
+
+def test_several_processes_on_a_mac(monkeypatch):
+    """They add up on the CPU: gloo knows no other device there."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    monkeypatch.setenv('RANK', '0')
+    assert find_device('auto').type == 'cpu'
 
 
 class FakeGraph:
