@@ -67,6 +67,7 @@ def between(low, high, kind=int):
 
 def run_main(main):
     """How every script ends: if __name__ == '__main__': run_main(main)"""
+    sys.stdout, sys.stderr = (each or open(os.devnull, 'w') for each in (sys.stdout, sys.stderr))  # closed
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='backslashreplace')    # a terminal that knows ASCII only
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half written is cleared away

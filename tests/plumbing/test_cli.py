@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from tqdm import tqdm
 
 from plumbing.cli import (
     Parser, UserError, catch_signals, check_writable, read_lines, run_main, short, write_json)
@@ -25,6 +26,13 @@ def test_how_scripts_end(monkeypatch, capsys, error, code, line):
     with pytest.raises(SystemExit) as stop:
         run_main(main)
     assert stop.value.code == code and capsys.readouterr().err == line
+
+
+def test_without_stdout_and_stderr(monkeypatch):
+    """Closed, as in `nohup ... >&- 2>&-`, they are None."""
+    monkeypatch.setattr('sys.stdout', None)
+    monkeypatch.setattr('sys.stderr', None)
+    run_main(lambda: tqdm.write('nobody reads this'))
 
 
 @pytest.mark.parametrize('name, code', [('SIGTERM', 143), ('SIGHUP', 129)])
