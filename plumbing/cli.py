@@ -6,16 +6,13 @@ code 2: never in a traceback, nor in half a result.
 """
 
 import argparse
-import bz2
 import contextlib
-import gzip
+import importlib
 import json
-import lzma
 import math
 import os
 import signal
 import sys
-import zlib
 from pathlib import Path
 
 
@@ -188,17 +185,20 @@ def unpack_limit(path):
 
 def read_blocks(path, read):
     """What read(file) returns of a plain, .gz, .xz or .bz2 file, until its end."""
-    open_file = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}.get(path.suffix.lower(), open)
+    kind = {'.gz': 'gzip', '.xz': 'lzma', '.bz2': 'bz2'}.get(path.suffix.lower(), 'builtins')
     try:
-        left = math.inf if open_file == open else unpack_limit(path)
-        with open_file(path, 'rb') as file:
+        module = importlib.import_module(kind)           # a Python may lack lzma and bz2
+        left = math.inf if kind == 'builtins' else unpack_limit(path)
+        with module.open(path, 'rb') as file:
             while block := read(file):
                 left -= len(block)
                 if left < 0:
                     raise UserError(f'{path} unpacks to over {RATIO} times its size: it is no text')
                 yield block
-    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); get the file again'
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:                           # each kind has its own
+        why = getattr(error, 'strerror', None) or f'broken or unreadable ({error}); unpack or get it again'
         raise UserError(f'{path}: {why}') from None
 
 

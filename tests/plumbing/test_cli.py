@@ -5,10 +5,13 @@ import json
 import lzma
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from tqdm import tqdm
 
+from conftest import ROOT
 from plumbing.cli import (
     Parser, UserError, catch_signals, check_writable, read_lines, run_main, short, write_json)
 
@@ -26,6 +29,19 @@ def test_how_scripts_end(monkeypatch, capsys, error, code, line):
     with pytest.raises(SystemExit) as stop:
         run_main(main)
     assert stop.value.code == code and capsys.readouterr().err == line
+
+
+def test_a_python_without_lzma(tmp_path):
+    """As pyenv builds it where the headers are missing: only a packed file needs it."""
+    (tmp_path / 'a.txt').write_text('hello\n')
+    (tmp_path / 'a.xz').write_bytes(lzma.compress(b'hello\n'))
+    code = """import sys; sys.modules.update(lzma=None, _lzma=None, bz2=None, _bz2=None)
+from pathlib import Path; from plumbing.cli import read_lines, run_main
+run_main(lambda: [print(*read_lines(Path(name))) for name in sys.argv[1:]])"""
+    command = [sys.executable, '-c', code, tmp_path / 'a.txt', tmp_path / 'a.xz']
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "(1, 'hello\\n')\n")
+    assert 'a.xz: broken or unreadable' in found.stderr and 'lzma' in found.stderr
 
 
 def test_without_stdout_and_stderr(monkeypatch):
