@@ -1,5 +1,5 @@
 """Prune the model of config/moduleformer_math.py, then train it a little more. A module goes if
-math uses it less than a twentieth as often as the busiest module of its layer. --max_iters=0 prunes
+math uses it less than a twentieth as often as the busiest module of its pool. --max_iters=0 prunes
 without training.
 
 To choose another threshold:
