@@ -334,3 +334,27 @@ def test_keep_babylm(tmp_path):
                                'nothing': 50.0, 'something': 100.0}
     # one word is shorter than two; two options of two words are even
     assert kept['shortest option'] == dict(entity_tracking=75.0, nothing=100.0, something=50.0)
+
+
+# ---- Scripts that measured something ------------------------------------------------------------
+
+
+def test_pairs_with_other_starts(smoke, run, tmp_path):
+    """Two pairs; what the scores are does not matter after two steps."""
+    rows = [dict(sentence_good=f'The {noun} are happy.', sentence_bad=f'The {noun} is happy.')
+            for noun in ('dogs', 'cats')]
+    (tmp_path / 'number.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    said = run('blimp_starts', smoke('config/gpt2.py'), '--data', tmp_path, here=True).stdout.splitlines()
+    assert len(said) == 7 and all(re.search(r' (0|50|100)\.00%$', line) for line in said)
+
+
+def test_scale_of_a_large_model(run, data_dir, tmp_path):
+    """On a CPU, with a small one. The share counts attention, also to what memory holds."""
+    out = tmp_path / 'scale.json'
+    sizes = ['--n_layer=1', '--n_embd=32', '--batch_size=2', '--seq_len=32', '--max_iters=2', '--eval_tokens=64',
+             '--sample_tokens=0', '--device=cpu', f'--data_dir={data_dir}', f"--out_dir={tmp_path / 'run'}"]
+    run('scale', out, ROOT / 'config/moduleformer.py', '--stream', '--memory=32', *sizes, here=True)
+    found = json.loads(out.read_text())
+    work = 6 * found['active'] + 6 * 1 * 2 * 48 * (32 + 2 * 32)      # layers, top_k, d_att, context
+    assert found['share'] == pytest.approx(work * found['tokens_per_s'] / found['matrix_rate'])
+    assert len(found['losses']) == 2

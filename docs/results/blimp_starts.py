@@ -23,7 +23,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument('run')
     parser.add_argument('--data', default='data/toy_blimp', help='a folder of minimal pairs')
-    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--device', default='cpu', help='cpu or cuda')
     args = parser.parse_args()
     model, ckpt = load_checkpoint(args.run, args.device)
     tokenizer = run_tokenizer(ckpt)

@@ -23,7 +23,8 @@ from plumbing.folder import RunFolder  # noqa: E402
 from plumbing.machine import Machine  # noqa: E402
 from plumbing.models import sketch  # noqa: E402
 from plumbing.settings import read_settings  # noqa: E402
-from tools import flops, measure, scale  # noqa: E402
+from tools import measure, scale  # noqa: E402
+from tools.flops import training_flops  # noqa: E402
 
 
 def main():
@@ -43,7 +44,7 @@ def main():
     val = [record['val'] for record in log if 'val' in record]
     speed = statistics.median(record['tokens_per_s'] for record in steps[len(steps) // 2:])
     total, active = model.count_params()
-    work = 6 * (active + flops.ATTENTION[s.model](model.config) * (T + 2 * s.memory))
+    work = training_flops(model.config, active, T + 2 * s.memory)    # half of T, and all of the memory
     predicted = sum(formula.values())
     found = dict(
         device=torch.cuda.get_device_name() if machine.cuda else 'cpu', torch=torch.__version__, command=argv,
