@@ -4,9 +4,9 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
     add_lora(model, rank=8, alpha=16)    # every linear map is now W + alpha/rank * A B; only A, B train
     merge_lora(model)                    # the sums become the weights: a plain model again
 
-    python train.py --model=moep --init_from=out/moep --surgery=lora.add_lora \
+    python train.py config/moep.py --init_from=out/moep --surgery=lora.add_lora \
         --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
-    python train.py --model=moep --init_from=out/moep_lora --surgery=lora.merge_lora \
+    python train.py config/moep.py --init_from=out/moep_lora --surgery=lora.merge_lora \
         --max_iters=0 --out_dir=out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
