@@ -351,8 +351,8 @@ def test_pairs_with_other_starts(smoke, run, tmp_path):
 def test_scale_of_a_large_model(run, data_dir, tmp_path):
     """On a CPU, with a small one. The share counts attention, also to what memory holds."""
     out = tmp_path / 'scale.json'
-    sizes = ['--n_layer=1', '--n_embd=32', '--batch_size=2', '--seq_len=32', '--max_iters=2', '--eval_tokens=64',
-             '--sample_tokens=0', '--device=cpu', f'--data_dir={data_dir}', f"--out_dir={tmp_path / 'run'}"]
+    sizes = ['--n_layer=1', '--n_embd=32', '--batch_size=2', '--seq_len=32', '--max_iters=2', '--device=cpu',
+             '--eval_tokens=64', '--sample_tokens=0', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run']
     run('scale', out, ROOT / 'config/moduleformer.py', '--stream', '--memory=32', *sizes, here=True)
     found = json.loads(out.read_text())
     work = 6 * found['active'] + 6 * 1 * 2 * 48 * (32 + 2 * 32)      # layers, top_k, d_att, context
