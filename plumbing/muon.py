@@ -4,7 +4,7 @@ Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networ
 A matrix moves by its momentum with all singular values set to about 1, so that every direction is
 learned at the same pace. Unlike torch.optim.Muon, this one updates all matrices of the same shape,
 and all experts of a stack, as one batch, and accepts a tensor as learning rate, so that a CUDA graph
-can replay the step. Embeddings, heads, routers and vectors stay with AdamW.
+can replay the step. Embeddings, heads, routers, adapters and vectors stay with AdamW.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 
 MOMENTUM = 0.95
 QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
-BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router'}   # a row is a token's or a choice's
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}
 
 
 def split_groups(groups, model, rate):

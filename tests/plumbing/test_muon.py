@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import lora
 import moep
 import papaformer
 import stlm
@@ -108,6 +109,19 @@ def test_an_embedding_of_any_name():
     groups = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu')).param_groups
     assert [len(group['params']) for group in groups] == [1, 0, 1]
     assert groups[0]['params'][0] is model['words'].weight
+
+
+def test_adapters_are_adamws():
+    """LoRA's factors are (in, rank) and (rank, out), not (out, in); all else is frozen."""
+    model = lora.add_lora(strong.Model(strong.Config(**SMALL)))
+    optimizer = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu'))
+    adapters, _, by_muon = [group['params'] for group in optimizer.param_groups]
+    before = [p.detach().clone() for p in adapters]
+    for p in adapters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert adapters and not by_muon
+    assert not any(torch.equal(p, old) for p, old in zip(adapters, before))
 
 
 def test_saved_and_resumed(run, data_dir, tmp_path):
