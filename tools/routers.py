@@ -1,9 +1,18 @@
 """
-The routers of a model, for tools.check. If the model's class names the class of its routers, as in
-moep.py, moduleformer.py, strong.py and arena/, they return gates, choices and a dict of losses.
+Parts of tools.check: when numbers are the same, and the routers of a model. If the model's class names
+the class of its routers, as in moep.py, moduleformer.py, strong.py and arena/, they return gates, choices
+and a dict of losses.
 """
 
+import torch
+
 from plumbing.cli import UserError
+
+
+def same(a, b, least=0.0):
+    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf, the
+    logit of what is impossible, equals -inf."""
+    return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, a[a.isfinite()].abs().max().item()))
 
 
 def find_routers(model):
@@ -34,3 +43,20 @@ def watch_outputs(model):
                 f'and choices, both (N, top_k) = {size}, and a dict of losses (docs/routers.md)')
     for router in find_routers(model).values():
         router.register_forward_hook(look)
+
+
+def largest_gradient(model):
+    return max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+
+
+def only_auxiliary(model, x, y):
+    """A note, if a router learns nothing from the loss itself. Its gates may be detached, or always 1."""
+    model.zero_grad()
+    model.train()(x, y)[1].backward()
+    least = 1e-6 * largest_gradient(model)               # less is rounding
+    blind = []
+    for name, router in find_routers(model).items():
+        for key, p in router.named_parameters():
+            if p.requires_grad and (p.grad is None or p.grad.abs().max() < least):
+                blind.append(f'{name}.{key}')
+    return f'; only an auxiliary loss reaches {blind[0]} ({len(blind)} in all)' if blind else ''

@@ -194,6 +194,15 @@ def test_a_frozen_parameter_is_green(patched):
     assert check.run_check(check.gradients, module, module.Config(**MOEP))[0] == 'ok'
 
 
+def test_gradients_that_are_only_rounding_are_green():
+    """At top_k = 1 the gate is always 1, so the loss has no gradient for the router."""
+    strong = import_model('strong')
+    config = strong.Config(**SMALL, n_expert=4, top_k=1)
+    assert check.run_check(check.sparse, strong, config)[0] == 'ok'
+    verdict, text = check.run_check(check.gradients, strong, config)
+    assert verdict == 'ok' and text.endswith('loss reaches blocks.0.ffn.router.linear.weight (2 in all)')
+
+
 # ---- Routers that are a file of their own --------------------------------------------------------
 
 
@@ -302,6 +311,27 @@ def test_a_buffer_that_is_written_in_eval_mode(patched):
     module = patched('moep', counted[0], counted[1].replace('if self.training', 'if True'))
     found = check.run_check(check.repeats, module, module.Config(**MOEP))
     assert found == ('WRONG', 'two passes in eval mode differ; is noise drawn there, or a buffer written?')
+
+
+def test_a_buffer_that_only_a_loss_reads(patched):
+    """Written in eval mode, where it changes no logit."""
+    module = patched('moep', LINEAR, f'{LINEAR}        {BUFFER}\n')
+    forward = module.Router.forward
+
+    def count(self, x_ND):
+        gates, choices, losses = forward(self, x_ND)
+        self.steps += 1
+        return gates, choices, dict(balance=losses['balance'] * self.steps)
+    module.Router.forward = count
+    assert check.run_check(check.repeats, module, module.Config(**MOEP))[0] == 'WRONG'
+
+
+@pytest.mark.parametrize('gates, note', [
+    ('gates', ''),
+    ('gates.detach()', '; only an auxiliary loss reaches parallel.0.router.linear.weight (4 in all)')])
+def test_gates_without_a_gradient_are_noted(router, gates, note):
+    module, config = router('moep', changed(f'gates = {gates}'))
+    assert check.run_check(check.gradients, module, config) == ('ok', check.gradients.__doc__ + note)
 
 
 WRONG_LOSS = """
