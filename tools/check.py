@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.models import explain, make_config, model_file
 from plumbing.settings import read_config, read_settings
-from tools.routers import choices, find_routers, largest_gradient, only_auxiliary, same, watch_outputs
+from tools.routers import choices, find_routers, largest_gradient, only_auxiliary, same
+from tools.routers import watch_outputs
 
 
 def batch(config):

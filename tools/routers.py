@@ -1,7 +1,7 @@
 """
-Parts of tools.check: when numbers are the same, and the routers of a model. If the model's class names
-the class of its routers, as in moep.py, moduleformer.py, strong.py and arena/, they return gates, choices
-and a dict of losses.
+Parts of tools.check: when numbers are the same, and the routers of a model. If the model's class
+names the class of its routers, as in moep.py, moduleformer.py, strong.py and arena/, they return
+gates, choices and a dict of losses.
 """
 
 import torch
@@ -10,8 +10,8 @@ from plumbing.cli import UserError
 
 
 def same(a, b, least=0.0):
-    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf, the
-    logit of what is impossible, equals -inf."""
+    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf,
+    the logit of what is impossible, equals -inf."""
     return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, a[a.isfinite()].abs().max().item()))
 
 
@@ -50,7 +50,7 @@ def largest_gradient(model):
 
 
 def only_auxiliary(model, x, y):
-    """A note, if a router learns nothing from the loss itself. Its gates may be detached, or always 1."""
+    """A note, if a router learns nothing from the loss: its gates may be detached, or always 1."""
     model.zero_grad()
     model.train()(x, y)[1].backward()
     least = 1e-6 * largest_gradient(model)               # less is rounding
@@ -59,4 +59,6 @@ def only_auxiliary(model, x, y):
         for key, p in router.named_parameters():
             if p.requires_grad and (p.grad is None or p.grad.abs().max() < least):
                 blind.append(f'{name}.{key}')
-    return f'; only an auxiliary loss reaches {blind[0]} ({len(blind)} in all)' if blind else ''
+    if not blind:
+        return ''
+    return f'; only an auxiliary loss reaches {blind[0]} ({len(blind)} in all)'

@@ -233,13 +233,20 @@ def router(load):
 def test_the_router_of_the_docs(load):
     """As it stands there, and with the loss of its own that the page adds."""
     page = (ROOT / 'docs/routers.md').read_text()
-    whole, _, with_loss = re.findall('```python\n(.*?)```', page, re.DOTALL)
+    whole, _, with_loss, _ = re.findall('```python\n(.*?)```', page, re.DOTALL)
     for text in (whole, re.sub('        return .*\n', with_loss, whole)):
         module = load(text)
         rows, red = check_all(module, MOEP)
         assert red == [], rows
     aux = module.Model(module.Config(**MOEP))(torch.zeros(1, 4, dtype=torch.long))[2]
     assert list(aux) == ['block_balance', 'block_z', 'expert_balance', 'expert_z']
+
+
+def test_the_router_of_the_docs_that_looks_back(load):
+    page = (ROOT / 'docs/routers.md').read_text()
+    module = load(re.findall('```python\n(.*?)```', page, re.DOTALL)[-1])
+    rows, red = check_all(module, dict(SMALL, n_expert=4, top_k=2))
+    assert red == [] and 'BackRouter' in rows['routes'][1], rows
 
 
 def changed(line, when='True'):
