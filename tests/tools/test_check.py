@@ -247,6 +247,10 @@ def test_the_router_of_the_docs_that_looks_back(load):
     module = load(re.findall('```python\n(.*?)```', page, re.DOTALL)[-1])
     rows, red = check_all(module, dict(SMALL, n_expert=4, top_k=2))
     assert red == [] and 'BackRouter' in rows['routes'][1], rows
+    model = module.Model(module.Config(**SMALL, n_expert=4, top_k=2))
+    model(torch.zeros(2, 3, dtype=torch.long))
+    router, x_ND = model.blocks[0].ffn.router, torch.randn(6, 16)
+    assert router(x_ND)[0].equal(router(x_ND)[0])        # as with --checkpoint_activations
 
 
 def changed(line, when='True'):
