@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.models import explain, make_config, model_file
 from plumbing.settings import read_config, read_settings
-from tools.routers import choices, find_routers, largest_gradient, only_auxiliary, same
-from tools.routers import watch_outputs
+from tools.routers import (
+    choices, find_routers, largest_gradient, only_auxiliary, same, watch_outputs)
 
 
 def batch(config):
@@ -127,7 +127,7 @@ def repeats(module, model, x, y):
     """two passes in eval mode are equal"""
     (logits, _, aux), (again, _, other) = model(x), model(x)
     assert same(logits, again) and aux == other, \
-        'two passes in eval mode differ; is noise drawn there, or a buffer written?'
+        'two passes differ; is noise drawn, or a buffer written?'
 
 
 def rebuilds(module, model, x, y):
@@ -153,8 +153,8 @@ def routes(module, model, x, y):
         for name, most in took.items():
             assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
                 f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'
-    names = {type(router).__name__ for router in find_routers(model).values()}
-    return ('ok', ': '.join([*names, routes.__doc__])) if found else ('-', 'nothing is chosen')
+    kind = ', '.join(sorted({type(router).__name__ for router in find_routers(model).values()}))
+    return ('ok', f'{kind}: {routes.__doc__}'.lstrip(': ')) if found else ('-', 'nothing is chosen')
 
 
 def gradients(module, model, x, y):
@@ -197,7 +197,7 @@ def counts(module, model, x, y):
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
 
 
-CHECKS = (shapes, causal, cached, batched, repeats, rebuilds, routes, gradients, resume, sparse, counts)
+CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, resume, sparse, counts)
 
 
 def run_check(check, module, config):

@@ -50,15 +50,15 @@ def largest_gradient(model):
 
 
 def only_auxiliary(model, x, y):
-    """A note, if a router learns nothing from the loss: its gates may be detached, or always 1."""
+    """Names a parameter that the loss itself does not reach, as in a router whose gates are detached,
+    or always 1. '' if there is none."""
     model.zero_grad()
     model.train()(x, y)[1].backward()
     least = 1e-6 * largest_gradient(model)               # less is rounding
-    blind = []
-    for name, router in find_routers(model).items():
-        for key, p in router.named_parameters():
-            if p.requires_grad and (p.grad is None or p.grad.abs().max() < least):
-                blind.append(f'{name}.{key}')
-    if not blind:
+    alone = []
+    for name, p in model.named_parameters():
+        if p.requires_grad and (p.grad is None or p.grad.abs().max() < least):
+            alone.append(name)
+    if not alone:
         return ''
-    return f'; only an auxiliary loss reaches {blind[0]} ({len(blind)} in all)'
+    return f'; from an auxiliary loss alone: {alone[0]} ({len(alone)} in all)'

@@ -200,7 +200,37 @@ def test_gradients_that_are_only_rounding_are_green():
     config = strong.Config(**SMALL, n_expert=4, top_k=1)
     assert check.run_check(check.sparse, strong, config)[0] == 'ok'
     verdict, text = check.run_check(check.gradients, strong, config)
-    assert verdict == 'ok' and text.endswith('loss reaches blocks.0.ffn.router.linear.weight (2 in all)')
+    assert verdict == 'ok' and text.endswith('loss alone: blocks.0.ffn.router.linear.weight (2 in all)')
+
+
+@pytest.mark.parametrize('old, new', [
+    ('gate_NK / gate_NK.sum(-1, keepdim=True)', 'gate_NK.detach() / gate_NK.detach().sum(-1, keepdim=True)'),
+    ('gate_NK / gate_NK.sum(-1, keepdim=True)', 'torch.full_like(gate_NK, 1 / self.config.top_k)'),
+    ('top_k: int = 2 ', 'top_k: int = 1 ')], ids=['detached', 'constant', 'K = 1'])
+def test_a_router_that_learns_from_an_auxiliary_loss_alone_is_named(patched, old, new):
+    module = patched('moep', old, new)
+    verdict, text = check.run_check(check.gradients, module, module.Config(**MOEP))
+    assert verdict == 'ok'
+    assert text.endswith('; from an auxiliary loss alone: parallel.0.router.linear.weight (4 in all)')
+
+
+def test_where_the_loss_reaches_every_parameter_none_is_named():
+    module = import_model('moep')
+    text = check.run_check(check.gradients, module, module.Config(**MOEP))[1]
+    assert text == check.gradients.__doc__
+
+
+def test_noise_is_named_first(patched):
+    rows, red = check_all(patched('moep', DROPOUT, DROPOUT.replace('self.', 'F.', 1)), MOEP)
+    assert red[0] == 'repeats', rows
+
+
+def test_two_kinds_of_routers_are_both_named(patched):
+    line = 'self.router = router(D, P, config)'
+    module = patched('moep', line, line.replace('router(', 'type("Another", (router,), {})('))
+    verdict, text = check.run_check(check.routes, module, module.Config(**MOEP))
+    assert verdict == 'ok'
+    assert text.startswith("Another, Router: a token's choices differ")
 
 
 # ---- Routers that are a file of their own --------------------------------------------------------
@@ -321,7 +351,7 @@ def test_a_buffer_that_is_written_in_eval_mode(patched):
     counted = counting(BUFFER)
     module = patched('moep', counted[0], counted[1].replace('if self.training', 'if True'))
     found = check.run_check(check.repeats, module, module.Config(**MOEP))
-    assert found == ('WRONG', 'two passes in eval mode differ; is noise drawn there, or a buffer written?')
+    assert found == ('WRONG', 'two passes differ; is noise drawn, or a buffer written?')
 
 
 def test_a_buffer_that_only_a_loss_reads(patched):
@@ -339,7 +369,7 @@ def test_a_buffer_that_only_a_loss_reads(patched):
 
 @pytest.mark.parametrize('gates, note', [
     ('gates', ''),
-    ('gates.detach()', '; only an auxiliary loss reaches parallel.0.router.linear.weight (4 in all)')])
+    ('gates.detach()', '; from an auxiliary loss alone: parallel.0.router.linear.weight (4 in all)')])
 def test_gates_without_a_gradient_are_noted(router, gates, note):
     module, config = router('moep', changed(f'gates = {gates}'))
     assert check.run_check(check.gradients, module, config) == ('ok', check.gradients.__doc__ + note)
@@ -431,7 +461,7 @@ def test_a_config_of_the_same_name_comes_first(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize('args, message', [
     ([], 'model'),
     (['arena/nothing.py'], 'there is no model file arena/nothing.py; '),
-    (['nothing'], 'there is no model file nothing.py; there are: moduleformer, moep'),
+    (['nothing'], 'there is no model file nothing.py; there are: '),
     (['nothing'], ', and those in arena/'),
     (['arena.sigmiod'], 'there is no model file arena/sigmiod.py; did you mean arena.sigmoid?'),
     (['arena/bias.py', '--config=config/arena/toy/router_sigmoid.py'],
