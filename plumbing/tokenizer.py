@@ -289,7 +289,7 @@ def how_to_make(folder):
         return 'copy it from the data set that the run was trained on'
     name = folder.name
     if name in ('toy_blimp', 'toy_glue', 'blimp') and folder.is_dir():
-        return 'it is for eval_blimp.py or finetune.py, not to train on'
+        return f'{name} is for eval_blimp.py or finetune.py, not to train on'
     base, _, form = name.partition('_')
     if name in TOYS:
         return 'make the data set with: python prepare.py toy'
