@@ -13,7 +13,7 @@ import torch
 
 MOMENTUM = 0.95
 QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
-BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}  # tables, or stored (in, out)
 
 
 def split_groups(groups, model, rate):
