@@ -44,7 +44,7 @@ from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
 def train_step(model, optimizer, data, starts, memory, s, machine):
     """One optimiser step. `starts` holds the windows of all processes; micro-batches are dealt out in
     turn, so W processes with A micro-batches each see the same data as one process with W * A. `memory`
-    (ModuleFormer; else None) holds the keys and values that each micro-batch's last segment left.
+    (ModuleFormer; else None) holds the keys and values of each micro-batch's previous segment.
     Returns this process's mean loss and auxiliary values, and the global gradient norm."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
@@ -106,8 +106,8 @@ def learning_rate(it, s, steps):
 
 
 def dropout_rate(it, s, steps, p):
-    """The model's rate p at a step. early: p, then 0; late: 0, then p; linear: falling; triangle: one
-    peak; triangles: four."""
+    """The model's rate p at a step. early: p, then 0; late: 0, then p; linear: from p to 0; rising:
+    from 0 to p; triangle: one peak; triangles: four."""
     done = min(1.0, it / steps)
     shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
                   rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
@@ -248,7 +248,7 @@ def main():
             machine.close()
             sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
-        # one step; with epochs, schedules count the windows read, in steps of the first batch size
+        # one step; if the run's length is in epochs, schedules follow the windows read, not the steps
         progress = it if s.max_iters else data.seen / data.unit
         lr = learning_rate(progress, s, schedule_steps)
         set_rate(optimizer, lr)
