@@ -50,7 +50,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(*stack, rank, d_out))
 
     def forward(self, weight):
-        if hasattr(weight, 'full_tensor'):               # sharded: FSDP itself reads it, to keep it
+        if hasattr(weight, 'full_tensor'):               # sharded: FSDP reads it, no map does
             return weight
         a = self.a
         if self.training and self.dropout:

@@ -389,7 +389,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
     count, divided by its pool's largest (`max`) or total (`sum`), is below the threshold; the K most
     used always stay. `usage` comes from count_usage; without it, `batches`, a list of (idx, targets),
-    are counted. The gates left grow: the softmax has fewer terms. Nothing in the result is frozen."""
+    are counted. Gates that stay grow: the softmax has fewer terms. Nothing in the result is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     if not (isinstance(threshold, (int, float)) and threshold >= 0):
@@ -513,7 +513,7 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)

@@ -413,7 +413,7 @@ class GroupBias(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)

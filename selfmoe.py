@@ -214,7 +214,7 @@ def mean_size(h):
 
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position, from `past` on. (torch.compile warns of complex numbers, to no harm.)"""
+    grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)

@@ -260,9 +260,9 @@ def known_dtypes():
 
 
 def can_fuse(q, k, v):
-    """Whether the kernels take these tensors. Wider heads do not fit into registers. float32 is
-    multiplied as TF32, which torch must allow. dk and dv can differ in their last bits from run to
-    run, so not if torch must be deterministic."""
+    """Whether the kernels take these tensors. Heads wider than 128 do not fit into registers. float32
+    is multiplied as TF32, which torch must allow. If torch must be deterministic, the kernels are not
+    used: dk and dv can differ in their last bits from run to run."""
     if not q.is_cuda or torch.version.cuda is None or torch.are_deterministic_algorithms_enabled():
         return False
     return q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128

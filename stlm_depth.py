@@ -297,7 +297,7 @@ class STLMDepth(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draft_layers=0, n_draft=4):
         """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
-        With draft_layers, so many layers draft up to n_draft tokens, and the others verify them."""
+        The first draft_layers layers draft up to n_draft tokens, and the others verify them."""
         L, limit = self.config.n_layer, self.config.block_size
         if not 0 <= draft_layers < L or n_draft < 1:
             raise ValueError(f'draft_layers = {draft_layers} must be at least 0 and less than {L}, '

@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 def rope(x, past):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position, from `past` on. (torch.compile warns of complex numbers, to no harm.)"""
+    grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
@@ -324,7 +324,7 @@ class Gather(torch.autograd.Function):
 
 def grouped_mm(x_RD, w_EDF, ends_E):
     """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    for float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)

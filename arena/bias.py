@@ -3,7 +3,7 @@ Balance without a loss: MoEP whose router adds a bias to the scores, only when i
 
     s_i = sigmoid(w_i x)          a token takes the K largest of s_i + b_i
     gate_i = s_i / (sum of s over its K): b has no part in it
-    after each step:  b_i += 0.001 * sign(mean load - load_i), load_i being the tokens that took i
+    after each step:  b_i += 0.001 * sign(mean load - load_i), if load_i tokens took i
 
 A balance loss also pulls at weights that the language modelling loss trains. A bias has no gradient: it
 only shifts what is chosen. The balance loss is only for the log: give it no weight in the config.

@@ -5,8 +5,8 @@ Balance without a loss in ModuleFormer. arena/bias.py has the idea, its sources,
     gate_i = s_i / (sum of s over its K)
     after each step:  b_i += 0.001 * sign(mean load - load_i)
 
-The `mi` loss does two things. The bias does the first: all modules are used. The second, that a token
-is sure of its own, is left to the language modelling loss. Give `mi` no weight in the config.
+The `mi` loss does two things. The bias does the first: all modules are used. The second, that a
+token is sure of its K, is left to the language modelling loss. Give `mi` no weight in the config.
 """
 
 from arena.bias import LoadBias

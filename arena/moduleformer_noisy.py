@@ -4,8 +4,8 @@ Noisy top-k in ModuleFormer. arena/noisy.py has the idea and its source.
     h_i = (A ReLU(B x))_i + n_i * softplus(v_i x)    n_i from N(0, 1), drawn anew for each token
     gate = the K largest of softmax(h), not renormalised, as in moduleformer.py
 
-In eval mode there is no noise. The losses use the softmax with noise. v starts at 0, as in the
-paper, so the noise starts with a scale of softplus(0) = 0.69 everywhere.
+In eval mode there is no noise. The losses use the softmax with noise. v starts at 0, as in Shazeer
+et al., so the noise starts with a scale of softplus(0) = 0.69 everywhere.
 """
 
 import torch
