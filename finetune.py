@@ -393,7 +393,7 @@ def read_arguments():
     parser.add_argument('--seeds', help="such as 3,12,42; else PaPaformer's, task by task")
     count = between(1, 10 ** 6)
     parser.add_argument('--rank', type=count, default=8, help='rank of the adapters')
-    parser.add_argument('--epochs', type=count, default=32, help='at most so many')
+    parser.add_argument('--epochs', type=count, default=32, help='at most this many')
     parser.add_argument('--patience', type=count, default=5, help='epochs without gain until it stops')
     parser.add_argument('--batch_size', type=count, default=64, help='examples per step')
     parser.add_argument('--learning_rate', type=between(1e-12, 1e6, float), default=1e-3,

@@ -46,7 +46,7 @@ def read_checkpoint(path):
         raise
     except Exception as e:
         reason = str(e) if isinstance(e, UserError) else 'truncated, or another format'
-        refused = re.search(r'GLOBAL (\S+)', str(e))     # torch names a class or function so
+        refused = re.search(r'GLOBAL (\S+)', str(e))     # how torch names a class or function
         if refused:
             reason = f'it holds a {refused[1]}; only plain values and tensors are read'
         raise UserError(f'{file} cannot be read as a checkpoint ({reason}); '

@@ -132,7 +132,7 @@ class RunFolder:
 
     def save(self, it, model, data, corpus, optimizer=None, memory=None, name='ckpt.pt'):
         """With the optimiser: everything needed to resume. Without: weights. Processes that share a
-        model, or have a memory of their own each, write parts. checkpoint.FIELDS lists all."""
+        model, or each have a memory of their own, write parts. checkpoint.FIELDS lists all."""
         machine = self.machine
         file = self.path / name
         tensors = dict(weights=model.state_dict())

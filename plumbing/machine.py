@@ -70,7 +70,7 @@ class Machine:
         self.sum(torch.zeros(1, device=self.device)).item()
 
     def gather(self, item):
-        """Every process's item, in a list, on every process. Small ones: the GPU passes them."""
+        """Every process's item, in a list, on every process. Keep it small: GPUs pass it on."""
         items = [item] * self.world
         if self.world > 1:
             dist.all_gather_object(items, item)

@@ -162,7 +162,7 @@ def whole_tensor(x):
 
 
 def split_tree(tree, sharded):
-    """Of nested dicts, the tensors that are sharded, this process's rows; or all the rest."""
+    """Of nested dicts: this process's rows of the tensors that are sharded, or all the rest."""
     found = {}
     for key, value in tree.items():
         if isinstance(value, dict):

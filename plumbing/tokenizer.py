@@ -194,7 +194,7 @@ def sentence_tokenizer(base, token_limit):
 
 
 def pause_tokenizer(base, pauses):
-    """`base`, and a token to think at: so many pauses follow the first line of a text."""
+    """`base`, and a token to think at, the pause: `pauses` of them follow the first line of a text."""
     return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot, base.file, base.blob,
                      pad=base.n_vocab, base=base.kind, base_hash=base.hash, pauses=pauses)
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from plumbing.cli import UserError, read_blocks
 
 # Each takes away what lies innermost, then what lies around it. None looks past the next opening of its
-# own kind: else every one of a million that never close would be sought to the end.
+# own kind: else, for each of a million that never close, the text would be searched to its end.
 INSIDE = r'(?:(?!\[\[|\]\]).)*+'
 WIKITEXT = [(re.compile(pattern), new) for pattern, new in [
     (r'(?s)\n==\s*(?:References|Other websites|Related pages|Notes|Sources)\s*==.*|<!--.*?(?:-->|\Z)', ''),

@@ -153,7 +153,7 @@ def read_arguments():
     parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
     parser.add_argument('--data', help="a data set or a .jsonl file; the run's own data if not given")
     parser.add_argument('--num', type=between(1, 10 ** 9),
-                        help='only the first so many problems; all if not given')
+                        help='only this many problems, the first ones; all if not given')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
                         help='longest solution; for models of chunks, in symbols')
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128,
