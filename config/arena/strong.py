@@ -1,4 +1,4 @@
-"""The dense entry to beat: 27.5M parameters, made as small models are today. In both classes."""
+"""A dense entry to beat: 27.5M parameters, made as small models are today. In both classes."""
 model = 'strong'
 data = 'babylm'
 

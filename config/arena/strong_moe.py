@@ -1,4 +1,4 @@
-"""strong.py with 2 of 8 experts for its FFNs: 27.8M parameters, 12.1M active."""
+"""strong.py, smaller, with 2 of 8 experts for its FFNs: 27.8M parameters, 12.1M active."""
 model = 'strong'
 data = 'babylm'
 

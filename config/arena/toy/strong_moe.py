@@ -1,4 +1,4 @@
-"""strong.py with 2 of 8 experts for its FFNs, on the toy stories."""
+"""strong.py, smaller, with 2 of 8 experts for its FFNs, on the toy stories."""
 model = 'strong'
 data = 'toy_stories'
 
