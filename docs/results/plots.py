@@ -318,7 +318,7 @@ def arena():
                 reach = [[mean - min(bits[name])], [max(bits[name]) - mean]]
                 drawn = axis.errorbar(cost, mean, reach, fmt='o', ms=4)
             places[name] = cost, min(mean, top), drawn[0].get_color()
-        axis.margins(x=0.36)
+        axis.margins(x=0.4)
         axis.autoscale_view()                            # places are computed with the final limits
         names = []                                       # where they stand, in points
         from_below = lambda item: (item[1][1], -item[1][0])      # equally high: from the right
