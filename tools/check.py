@@ -22,7 +22,7 @@ from plumbing.cli import Parser, UserError, run_main
 from plumbing.models import explain, make_config, model_file
 from plumbing.settings import read_config, read_settings
 from tools.routers import (
-    choices, find_routers, largest_gradient, only_auxiliary, same, watch_outputs)
+    choices, find_routers, is_number, largest_gradient, only_auxiliary, same, watch_outputs)
 
 
 def batch(config):
@@ -60,19 +60,19 @@ def builds(module, model, x, y):
     watch_outputs(model)
     assert len(model(x)) == 3, 'forward() does not return (logits, loss, aux)'
     assert not model(x)[0].isnan().any(), 'logits are nan; is something divided by 0?'
+    for name, value in model(x)[2].items():
+        assert is_number(value), f"aux['{name}'] is not a tensor of one finite number"
 
 
 def shapes(module, model, x, y):
     """forward and features return what they should; the loss is the cross-entropy alone"""
-    logits, _, aux = model(x)
+    logits = model(x)[0]
     assert logits.shape == (*x.shape, model.config.vocab_size), 'logits are not (B, T, vocab_size)'
     assert model.features(x)[0].shape[:-1] == x.shape, 'states of features() are not (B, T, width)'
     nats = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction='none')
     each, mean = model(x, y, reduction='none')[1], model(x, y)[1]
     assert each.shape == y.shape and same(nats, each), "reduction='none' is not cross-entropy, (B, T)"
     assert same(nats.sum() / (y >= 0).sum(), mean), 'the loss is not the mean cross-entropy alone'
-    for name, value in aux.items():
-        assert value.dim() == 0 and value.isfinite(), f"aux['{name}'] is not one finite number"
 
 
 def causal(module, model, x, y):
@@ -91,7 +91,7 @@ def cached(module, model, x, y):
     for n in () if getattr(model.config, 'byte_limit', 0) else (1, T // 2 + 1):
         cache = []
         logits = torch.cat([model(part, cache=cache)[0] for part in x.split(n, 1)], 1)
-        assert same(model(x)[0], logits), f'with a cache, {n} at a time, logits differ; look at positions'
+        assert same(model(x)[0], logits), f'cached, {n} at a time, logits differ; look at positions and state'
     for n in (T - 2, T + 5):
         prompt = x.repeat(1, 2)[:, :n]
         out = model.generate(prompt, T // 3, temperature=0)
@@ -141,15 +141,15 @@ def routes(module, model, x, y):
     for mode in ('eval', 'training'):
         found = model.train(mode == 'training').routes(x)
         took = {name: int((gate > 0).sum(-1).max()) for name, gate in found.items()}
+        for name, chosen in choices(model, x).items():
+            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
+            took[name] = chosen.size(1)
         for name, gate in found.items():
             assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
             assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
             total = gate.sum(-1)
             assert free or same(total, torch.ones_like(total)), f'{name}: gates sum to ' \
                 f'{total.min():.3g} up to {total.max():.3g}, not 1; if they may, set gates_sum_to_1 = False'
-        for name, chosen in choices(model, x).items():
-            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
-            took[name] = chosen.size(1)
         for name, most in took.items():
             assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
                 f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'

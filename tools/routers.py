@@ -1,5 +1,5 @@
 """
-Parts of tools.check: when numbers are the same, and the routers of a model. If the model's class
+Parts of tools.check: what numbers are, and the routers of a model. If the model's class
 names the class of its routers, as in moep.py, moduleformer.py, strong.py and arena/, they return
 gates, choices and a dict of losses.
 """
@@ -13,6 +13,11 @@ def same(a, b, least=0.0):
     """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf,
     the logit of what is impossible, equals -inf."""
     return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, a[a.isfinite()].abs().max().item()))
+
+
+def is_number(value):
+    """What train.py can add to the loss, or log."""
+    return torch.is_tensor(value) and value.dim() == 0 and bool(value.isfinite())
 
 
 def find_routers(model):
@@ -35,12 +40,16 @@ def watch_outputs(model):
     """A router that returns the wrong thing is told as such, before the model fails over it."""
     def look(router, args, out):
         size = len(args[0]), model.config.top_k
-        given = [tuple(each.shape) if hasattr(each, 'shape') else type(each).__name__ for each in out]
+        parts = out if isinstance(out, (tuple, list)) else [out]
+        given = [tuple(each.shape) if hasattr(each, 'shape') else type(each).__name__ for each in parts]
         if given != [size, size, 'dict']:
             shapes = ', '.join(map(str, given[:4]))
             raise UserError(
                 f'{type(router).__name__}.forward returned {shapes}; it must return gates '
                 f'and choices, both (N, top_k) = {size}, and a dict of losses (docs/routers.md)')
+        if out[1].dtype != torch.long:
+            raise UserError(f'{type(router).__name__}.forward returned choices of {out[1].dtype}; they are '
+                            'indices, torch.int64, and come after the gates')
     for router in find_routers(model).values():
         router.register_forward_hook(look)
 

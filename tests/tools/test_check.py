@@ -140,7 +140,7 @@ FAULTS = {                                               # of moep.py: the row, 
     'ignored targets': ('shapes', 'ignore_index=-1', 'ignore_index=-100'),
     'each loss': ('shapes', 'loss = loss.view_as(targets) if', 'loss = 2 * loss.view_as(targets) if'),
     'mean loss': ('shapes', "if reduction == 'none' else loss", "if reduction == 'none' else 2 * loss"),
-    'loss of each choice': ('shapes', '(f_E * p_E).sum()', '(f_E * p_E)')}
+    'loss of each choice': ('builds', '(f_E * p_E).sum()', '(f_E * p_E)')}
 
 
 @pytest.mark.parametrize('fault', FAULTS)
@@ -303,6 +303,13 @@ def test_a_choice_that_is_taken_twice(router, base, first, when, mode):
     assert found == ('WRONG', f'{first}: in {mode} a token takes one choice twice')
 
 
+def test_a_choice_that_is_taken_twice_is_told_before_its_gates(router):
+    """They do not sum to 1 either, and gates_sum_to_1 = False would hide that."""
+    module, config = router('moep', changed(TWICE))
+    module.Model.gates_sum_to_1 = True
+    assert 'one choice twice' in check.run_check(check.routes, module, config)[1]
+
+
 def test_one_token_that_takes_a_choice_twice(router):
     line = 'choices = choices.clone(); choices[-1] = 1'
     assert 'one choice twice' in check.run_check(check.routes, *router('moduleformer', changed(line)))[1]
@@ -326,16 +333,32 @@ def test_what_reads_sparse(patched):
 @pytest.mark.parametrize('base', ['moep', 'moduleformer'])
 @pytest.mark.parametrize('line, shapes', [
     ('return gates, choices', '(48, 2), (48, 2)'),
+    ('return', 'NoneType'),
+    ('return gates', '(48, 2)'),
     ('losses = None', '(48, 2), (48, 2), NoneType'),
     ('losses = gates.sum()', '(48, 2), (48, 2), ()'),
     ('gates = gates.repeat(1, 2)', '(48, 4), (48, 2), dict'),
     ('gates, choices = gates[:, :1], choices[:, :1]', '(48, 1), (48, 1), dict')],
-    ids=['two values', 'no loss', 'a scalar', 'gates of all', 'too few'])
+    ids=['two values', 'nothing', 'gates', 'no loss', 'a scalar', 'gates of all', 'too few'])
 def test_a_router_that_returns_the_wrong_thing(router, base, line, shapes):
     """It is named before the model fails over it."""
     found = check.run_check(check.builds, *router(base, changed(line)))
     assert found == ('WRONG', f'MyRouter.forward returned {shapes}; it must return gates and choices, '
                               'both (N, top_k) = (48, 2), and a dict of losses (docs/routers.md)')
+
+
+@pytest.mark.parametrize('line, dtype', [
+    ('gates, choices = choices, gates', 'torch.float32'), ('choices = choices.int()', 'torch.int32')])
+def test_choices_that_are_no_indices(router, line, dtype):
+    found = check.run_check(check.builds, *router('moep', changed(line)))
+    assert found == ('WRONG', f'MyRouter.forward returned choices of {dtype}; they are indices, '
+                              'torch.int64, and come after the gates')
+
+
+@pytest.mark.parametrize('loss', ['gates', '1.0', 'gates.sum() / 0'])
+def test_a_loss_that_is_not_one_number(router, loss):
+    found = check.run_check(check.builds, *router('moep', changed(f'losses = dict(balance={loss})')))
+    assert found == ('WRONG', "aux['block_balance'] is not a tensor of one finite number")
 
 
 def test_the_router_is_named(load):
