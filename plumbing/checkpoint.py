@@ -149,24 +149,24 @@ def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and, if it has any, its adapters. It is sketched
     first: a config that claims more than the file holds is refused before memory is allocated."""
     module = import_model(ckpt['model'])
-    old = ckpt['config']
-    keys = {**old, **changes}
+    keys = ckpt['config'] | changes
 
     def adapt(model):
         for name, args in ckpt['adapted']:               # the config does not mention adapters
             model = find_surgery(name, module)(model, **args)
         return model
 
-    kinds = lambda weights: {name: (w.shape, w.dtype) for name, w in weights.items()}
+    kinds = lambda weights: {(name, w.shape, w.dtype) for name, w in weights.items()}
     try:
         planned = sketch(module, keys, adapt, most=100 + 2 * len(ckpt['weights']))
-        fits = kinds(planned.state_dict()) == kinds(ckpt['weights'])
-    except UserError:
-        fits = False
-    if not fits:
-        changed = [f'{k} = {v!r} (it has {old.get(k)!r})' for k, v in changes.items() if v != old.get(k)]
-        other = ', '.join(changed) or 'its own config'
-        raise UserError(f"{ckpt['folder']}: its weights do not fit {model_file(ckpt['model'])} with {other}")
+        unlike = {name for name, *_ in kinds(planned.state_dict()) ^ kinds(ckpt['weights'])}
+        why = f'the first that differs is {min(unlike)}' if unlike else ''
+    except UserError as e:                               # the file was edited, and has a bug now
+        why = str(e)
+    if why:
+        changed = [f'{k} = {keys[k]!r} (it has {v!r})' for k, v in ckpt['config'].items() if keys[k] != v]
+        raise UserError(f"{ckpt['folder']}: its weights do not fit {model_file(ckpt['model'])} with "
+                        f"{', '.join(changed) or 'its own config'}: {why}")
     model = build(module, keys, device, adapt)
     model.load_state_dict(ckpt['weights'])
     if not is_finite(model):

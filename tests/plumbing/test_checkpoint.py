@@ -201,14 +201,23 @@ def test_runs_by_name(tmp_path, monkeypatch):
 
 def test_weights_that_do_not_fit_the_config():
     ckpt = state(folder='out/x')
-    with pytest.raises(UserError, match=r'out/x: its weights do not fit moep.py with n_embd = 16 .it has 8.'):
+    told = r'out/x: its weights do not fit moep.py with n_embd = 16 .it has 8.: the first that differs is '
+    with pytest.raises(UserError, match=f'{told}first.0.down.bias'):
         build_model(ckpt, n_embd=16, n_layer=1)
     assert build_model(ckpt, dropout=0.5).config.dropout == 0.5
     double = {name: w.double() for name, w in ckpt['weights'].items()}   # loading would round them
     with pytest.raises(UserError, match='do not fit moep.py with its own config'):
         build_model(ckpt | dict(weights=double))
     ckpt['weights'].pop('wte.weight')
-    with pytest.raises(UserError, match='do not fit moep.py with its own config'):
+    with pytest.raises(UserError, match='with its own config: the first that differs is wte.weight'):
+        build_model(ckpt)
+
+
+def test_a_bug_in_an_edited_model_file_is_told(monkeypatch):
+    """Not only that the weights do not fit."""
+    ckpt = state(folder='out/x')
+    monkeypatch.setattr(moep, 'Block', None)
+    with pytest.raises(UserError, match="with its own config: .*moep.py:.*'NoneType' object"):
         build_model(ckpt)
 
 
