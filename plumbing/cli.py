@@ -213,9 +213,7 @@ def read_lines(path):
             text = line.decode('utf-8')
             if number == 1:
                 text = text.removeprefix('\ufeff')
-            if text.endswith('\r\n'):
-                text = text[:-2] + '\n'
-            yield number, text
+            yield number, text.replace('\r\n', '\n')
             offset += len(line)
     except UnicodeDecodeError as error:
         place = f'line {number}, byte {offset + error.start}'

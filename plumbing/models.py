@@ -5,6 +5,7 @@ import importlib
 import inspect
 import itertools
 import traceback
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ def model_file(name):
 
 def import_model(name):
     """The module of a model file, NAME or arena.NAME: one that ends with `Config, Model = ...`."""
-    mark = b'\nConfig, Model ='
     files = {p.stem: p for p in sorted(ROOT.glob('[!.]*.py'))}   # hidden ones are an editor's
     files |= {f'arena.{p.stem}': p for p in sorted(ROOT.glob('arena/[!.]*.py'))}
-    names = [each for each, p in files.items() if mark in p.read_bytes()]
+    names = [each for each, p in files.items() if b'\nConfig, Model =' in p.read_bytes()]
     if name in names:
         try:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+            assert is_dataclass(module.Config), 'in its last line, Config is no dataclass'
+            return module
         except Exception as e:
             raise UserError(f'{name}: {explain(e)}') from None
     if name in files:

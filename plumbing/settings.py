@@ -115,8 +115,7 @@ def print_help(usage, values, *owners):
             head, mark, comment = line.partition('  #')
             name = head.partition(':')[0].strip()
             if values.get(name, '') != '':
-                given = f'{head.partition(" = ")[0].rstrip()} = {values[name]!r}'
-                head = given.ljust(len(head))
+                head = f'{head.partition(" = ")[0].rstrip()} = {values[name]!r}'.ljust(len(head))
             print(head + mark + comment)
 
 
@@ -331,7 +330,7 @@ def key_hint(key, owners):
         return f'; here it is {NANOGPT[key]}'
     for owner in owners:
         if hasattr(owner, key) and not hasattr(type, key):   # a class attribute that is not a field
-            return f'; {owner.__name__} has it without a type, as in {key}: float = 1.0'
+            return f'; {owner.__name__} lacks its type ({key}: float = 1.0) or the line @dataclass'
     known = [f.name for owner in owners for f in fields(owner)]
     near = difflib.get_close_matches(key, known, 1, 0.6)
     names = ' and '.join(owner.__name__ for owner in owners)

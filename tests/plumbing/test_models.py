@@ -30,12 +30,12 @@ def test_a_model_is_a_file_beside_train_py(tmp_path, monkeypatch):
 
 def test_other_files_beside_a_model(tmp_path, monkeypatch):
     """Emacs keeps a dangling link beside a file with unsaved changes, and not every file is UTF-8."""
-    (tmp_path / 'own_model.py').write_text('import torch\nConfig, Model = 1, 2\n')
+    (tmp_path / 'own_model.py').write_text('import moep\nConfig, Model = moep.Config, 2\n')
     (tmp_path / '.#own_model.py').symlink_to('user@host.1234')
     (tmp_path / 'old.py').write_bytes('# caf\u00e9'.encode('latin-1'))
     monkeypatch.setattr(models, 'ROOT', tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert import_model('own_model').Config == 1
+    assert import_model('own_model').Config is MoEPConfig
 
 
 def test_a_field_that_means_something_else_in_a_model_of_your_own():
@@ -54,6 +54,14 @@ def test_a_model_file_that_cannot_be_imported(tmp_path, monkeypatch, line, messa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
         import_model('bad_model')
+
+
+def test_a_config_that_is_no_dataclass(tmp_path, monkeypatch):
+    (tmp_path / 'plain_model.py').write_text('import moep\nConfig, Model = moep.Model, moep.Config\n')
+    monkeypatch.setattr(models, 'ROOT', tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match='^plain_model: in its last line, Config is no dataclass$'):
+        import_model('plain_model')
 
 
 @pytest.mark.parametrize('name', [
