@@ -263,7 +263,7 @@ def router(load):
 def test_the_router_of_the_docs(load):
     """As it stands there, and with the loss of its own that the page adds."""
     page = (ROOT / 'docs/routers.md').read_text()
-    whole, _, with_loss, _ = re.findall('```python\n(.*?)```', page, re.DOTALL)
+    whole, _, with_loss, *_ = re.findall('```python\n(.*?)```', page, re.DOTALL)
     for text in (whole, re.sub('        return .*\n', with_loss, whole)):
         module = load(text)
         rows, red = check_all(module, MOEP)
@@ -281,6 +281,14 @@ def test_the_router_of_the_docs_that_looks_back(load):
     model(torch.zeros(2, 3, dtype=torch.long))
     router, x_ND = model.blocks[0].ffn.router, torch.randn(6, 16)
     assert router(x_ND)[0].equal(router(x_ND)[0])        # as with --checkpoint_activations
+
+
+def test_the_experts_of_the_docs(load):
+    page = (ROOT / 'docs/routers.md').read_text()
+    module = load(re.findall('```python\n(.*?)```', page, re.DOTALL)[-2])
+    rows, red = check_all(module, dict(SMALL, n_expert=4, top_k=2))
+    assert red == [], rows
+    assert 'copy' in dir(module.Model(module.Config(**SMALL, n_expert=4, top_k=2)).blocks[1].ffn)
 
 
 def changed(line, when='True'):
