@@ -426,28 +426,28 @@ def test_a_pair_too_long_for_one_model_is_left_out_for_all(call, runs, tmp_path)
     short = runs / 'gpt2' / 'ckpt_short.pt'
     torch.save(dict(state, config=asdict(config), weights=MoEP(config).state_dict()), short)
     data = write_pairs(tmp_path / 'd', {'p': [('a', 'b'), ('a', 'b' * 20)]})
-    args = [runs / 'gpt2', short, '--data', data]
+    args = [runs / 'gpt2', short, runs / 'moep', '--data', data]
     with pytest.raises(UserError, match='1 of 2 pairs are too long'):
         call(*args)
     told = call(*args, '--skip_long', '--json', tmp_path / 'x.json')
     assert '1 of 2 pairs are left out' in told and ' in 1 paradigm, ' in told
     found = json.loads((tmp_path / 'x.json').read_text())
     assert found['skipped'] == 1
-    assert [run['paradigms']['p']['lines'] for run in found['runs']] == [[1], [1]]
+    assert [run['paradigms']['p']['lines'] for run in found['runs']] == [[1]] * 3
 
 
 @pytest.fixture
 def curve(runs, tmp_path):
-    """The arguments of a learning curve: one checkpoint of one run, three of another."""
+    """The arguments of a learning curve: three checkpoints of one run, one of another."""
     data = write_pairs(tmp_path / 'd', {'p': random_pairs(10)})
-    checkpoints = [runs / 'gpt2', *sorted((runs / 'moep').glob('*.pt'))]
+    checkpoints = [*sorted((runs / 'moep').glob('*.pt')), runs / 'gpt2']
     return [*checkpoints, '--data', data, '--json', tmp_path / 'x.json']
 
 
 def check_curve(printed, runs, tmp_path):
     found = json.loads((tmp_path / 'x.json').read_text())['runs']
     order = [(r['folder'], r['iter']) for r in found]
-    assert order == [(str(runs / 'gpt2'), 20)] + [(str(runs / 'moep'), i) for i in (2, 10, 20)]
+    assert order == [*((str(runs / 'moep'), i) for i in (2, 10, 20)), (str(runs / 'gpt2'), 20)]
     assert all(f'({i})' in printed for i in (1, 2, 3, 4)) and '10K words' in printed
 
 

@@ -175,6 +175,8 @@ def test_batches_are_reproducible_and_whole():
         assert sorted(order) == list(range(150))
         widths = [np.ptp(data.lengths[order[i:i + 4]]) for i in range(0, 148, 4)]
         assert np.mean(widths) < 8                       # of like length; at random it is about 40
+        longest = data.lengths[order[3:64:4]].tolist()
+        assert longest != sorted(longest)                # but not the shortest batch first
     seen = [(rows, ids) for rows, ids, _ in data.batches(np.array(orders[0]), 4)]
     assert torch.cat([rows for rows, _ in seen]).tolist() == orders[0]
     assert max(ids.size(1) for _, ids in seen) == 64

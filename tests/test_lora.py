@@ -158,6 +158,8 @@ def test_only_some_maps():
     assert names(some) == {'parallel.0.lora.qkv', 'parallel.1.lora.qkv'}
     assert names(add_lora(make('selfmoe'), only='head')) == {'head.lora.weight'}
     assert 'head.lora.weight' not in names(add_lora(make('selfmoe')))
+    mine = nn.ModuleDict(dict(headings=nn.Linear(2, 3), head=nn.Linear(3, 4)))
+    assert names(add_lora(mine)) == {'headings.lora.weight'}
     model = make('selfmoe')
     model.head.weight = model.wte.weight                 # tied: an adapter would untie them
     with pytest.raises(ValueError, match='no linear map has a name that matches'):

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import moep
+from conftest import ROOT
 from moep import MoEP, MoEPConfig
+from plumbing.settings import read_config
 
 SMALL = dict(vocab_size=61, block_size=24, n_layer=2, n_head=2, n_embd=32, n_parallel=2, n_head_parallel=2,
              n_embd_parallel=16, n_block=4, n_expert=3, top_k=2, expert_hidden=24, dropout=0.0)
@@ -273,6 +275,12 @@ def test_bfloat16_autocast_and_one_graph(compile_model):
     called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
     assert not called & {'item', 'tolist', '_local_scalar_dense'} and 'view' in called
     assert all(v.dtype == torch.float32 for v in aux.values())   # routers stay out of bfloat16
+    streams = []
+    for part in (*model.first, model.shrink, *model.parallel, model.grow, *model.last):
+        part.register_forward_hook(lambda _, args, output: streams.append(output[0].dtype))
+    with torch.autocast('cpu', torch.bfloat16):
+        model(x)
+    assert streams == 5 * [torch.float32]                # and so does the residual stream
     objective(loss, aux).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -502,6 +510,9 @@ def test_paper_sizes():
         with torch.device('meta'):
             model = MoEP(MoEPConfig(**changes))
         assert abs(model.count_params()[0] / total - 1) < 0.02
+    defaults = vars(MoEPConfig())                        # whoever copies the file trains the paper's model
+    paper = read_config(ROOT / 'config/paper/moep.py')
+    assert all(defaults[key] == value for key, value in paper.items() if key in defaults)
 
 
 def test_active_parameters_by_hand():

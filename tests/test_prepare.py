@@ -200,10 +200,10 @@ def read(path, *args):
 
 def test_text_splits(tmp_path):
     path = tmp_path / 'a.txt'
-    path.write_bytes('one\r\ntwo\r\n\r\nthree\u2028still\r\n \r\n\r\nfour'.encode())
-    assert read(path, 'blank') == read(path) == ['one\ntwo', 'three\u2028still', 'four']
-    assert read(path, 'row') == ['one', 'two', 'three\u2028still', 'four']
-    assert read(path, 'file') == ['one\ntwo\n\nthree\u2028still\n \n\nfour']
+    path.write_bytes('  one\r\ntwo\r\n\r\nthree\u2028still\r\n \r\n\r\nfour'.encode())
+    assert read(path, 'blank') == read(path) == ['  one\ntwo', 'three\u2028still', 'four']
+    assert read(path, 'row') == ['  one', 'two', 'three\u2028still', 'four']
+    assert read(path, 'file') == ['  one\ntwo\n\nthree\u2028still\n \n\nfour']
     path.write_text(f'\ufeffa\n\nb\n{EOT}\nc{EOT}d\n{EOT}\n{EOT}\n', encoding='utf-8')
     assert read(path, 'eot') == read(path) == ['a\n\nb', 'c', 'd']
     lines = [f'line {i} of a text without any blank line' for i in range(2000)]
@@ -411,10 +411,11 @@ def test_named_from_input(prepare, tmp_path):
         for split in ('train', 'val'):
             (tmp_path / name / split).mkdir(parents=True)
             (tmp_path / name / split / f'a.{ending}').write_text(row * 5)
-        options = [] if name == 'babylm' else ['--tokenizer', 'r.tiktoken']
-        prepare(name, '--input', name, *options)
+        own = dict(babylm=[], openmath=['--vocab_size', '270'])      # instead of the set's tokenizer
+        prepare(name, '--input', name, *own.get(name, ['--tokenizer', 'r.tiktoken']))
     assert documents(tmp_path / 'data/tinystories', 'val') == ['A story.'] * 5
     assert documents(tmp_path / 'data/openmath', 'val') == ['1+1?\n2'] * 5
+    assert 256 < load_tokenizer(tmp_path / 'data/openmath').n_vocab <= 270
     assert documents(tmp_path / 'data/simplewiki', 'val') == ['Title\nText.'] * 5
     assert documents(tmp_path / 'data/babylm', 'val') == ['\n'.join(['A line.'] * 5)]
     pair = json.dumps(dict(sentence_good='a', sentence_bad='b')) + '\n'

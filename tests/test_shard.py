@@ -216,6 +216,15 @@ def test_a_loss_of_its_own_is_not_sliced(name, change, more):
     assert torch.equal(torch.get_rng_state(), random) and model.training
 
 
+def test_the_check_of_the_loss_leaves_no_trace():
+    """A router that counts its load does not count the tokens of the check."""
+    module = import_model('arena.bias')
+    model = module.Model(module.Config(**KEYS['moep'], vocab_size=50))
+    before = copy.deepcopy(model.state_dict())
+    slice_loss(model, Machine('cpu'))
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_model_may_name_its_head_as_it_likes():
     """Its loss is then computed whole."""
     model = small('papaformer')

@@ -679,6 +679,8 @@ def test_initialisation():
             continue
         std = 0.02 / math.sqrt(8) if '.proj.' in name or '.down.' in name else 0.02
         assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
+    routes = model.eval().routes(tokens())
+    assert routes and not any(gate[..., 0].any() for gate in routes.values())    # nobody passes yet
 
 
 @pytest.mark.parametrize('changes', [{}, PLAIN, dict(exit_loss=True)], ids=str)

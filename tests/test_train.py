@@ -449,7 +449,7 @@ def test_signals_save_first(tiny_fork, tmp_path, number):
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_inside_a_step(tiny, tmp_path, monkeypatch, terminal, number):
     """The same without processes: the step is finished, saved, and the run goes on as if nothing had been."""
-    args = ['--max_iters=6', '--stream', '--seq_len=16', '--memory=16']
+    args = ['--max_iters=6', '--stream', '--seq_len=16', '--memory=16', '--dropout=0.1']
     tiny(*args, out='calm', keys=ENDLESS)
     step = train.train_step
     calls = []
@@ -495,6 +495,7 @@ def test_resume_goes_by_the_place_in_the_data(tiny, tmp_path):
     tokens = 32 * 101                                    # 23 steps of 2 windows, 11 of 5
     assert f'plan      34 steps, {tokens / 1000:g}K tokens' in told
     tiny(*plan, '--resume', '--batch_size=4')            # 3 windows are left: no step
+    assert [r['iter'] for r in read_log(tmp_path / 'run') if 'val' in r] == [0, 23, 34]      # none twice
     log = [r for r in read_log(tmp_path / 'run') if 'loss' in r]
     assert [r['iter'] for r in log] == list(range(1, 35))
     assert [r['windows'] for r in log] == [*range(2, 47, 2), *range(51, 102, 5)]

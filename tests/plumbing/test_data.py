@@ -114,7 +114,7 @@ def test_half_a_pass_reads_windows_from_everywhere():
 
 
 def test_words_are_counted_by_set():
-    c = corpus(dict(a=np.zeros(400), b=np.ones(800)))
+    c = corpus(dict(a=np.zeros(400), b=np.ones(800)), a=(0.0, 0.5, 1.0))     # half of a is as wordy as all
     c.metas['b']['splits']['train']['words'] = 80        # 0.1 per token, where a has 0.5
     d = Data(Settings(), c, 8, machine())
     starts = d.order(0)

@@ -61,7 +61,8 @@ def test_slots_are_not_called_tokens(run, tmp_path):
 def test_numbers_are_those_of_the_log(run, tmp_path):
     routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
     write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
-              step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25), evaluation(3, 2.0, routes))
+              step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25, tokens_per_s=90),
+              evaluation(3, 2.0, routes))
     nothing = dict(first=[0.25, 0.25, 0.25, 0.25], second=[0.0, 0.0, 0.0, 0.0])
     write_log(tmp_path / 'b', start(seed=2), step(1))
     write_log(tmp_path / 'c', start(seed=2), step(1), evaluation(1, 2.0, nothing))

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 
 from plumbing.checkpoint import load_checkpoint
 from plumbing.data import as_tensor, load_bin, val_batches
+from plumbing.machine import Machine
+from stlm_depth import STLMDepth, STLMDepthConfig
+from tools.depth import decode
 
 FEW = ['--eval_tokens=256', '--prompts=3', '--max_new_tokens=6', '--device=cpu']
 
@@ -57,6 +60,17 @@ def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
         assert close(found['routed'][mode]['loss'], model.train(training)(x, y)[1].item())
     assert set(found['routed']['passed']) == {'layers.1', 'layers.3'}
     assert 'looks ahead' in done.stdout.splitlines()[1]
+
+
+def test_all_drafts_are_kept():
+    """The other layers add nothing to the first, so they confirm what it drafts: 3, 3 and 1 of 10 tokens."""
+    sizes = dict(vocab_size=37, block_size=32, n_layer=3, n_head=2, n_kv_head=1, n_embd=8, ffn_hidden=8)
+    model = STLMDepth(STLMDepthConfig(**sizes, capacity=1.0)).eval()
+    for layer in model.layers[1:]:
+        layer.proj.weight.data.zero_()
+        layer.down.weight.data.zero_()
+    texts, _, kept = decode(model, torch.randint(37, (2, 4)), 10, 1, 3, Machine('cpu'))
+    assert texts.shape == (2, 14) and kept == 1
 
 
 def test_one_layer(run, data_dir, tmp_path):

@@ -72,6 +72,10 @@ def test_as_a_user(run, smoke, tmp_path):
     rows = json.loads((tmp_path / 'l.json').read_text())['runs']
     assert [len(row['loss']) for row in rows] == [160, 160]
     assert [row['trained'] for row in rows] == [128, 64]
+    for row, line in zip(rows, (lines[6], lines[8])):
+        T, loss = row['trained'], row['loss']
+        change = np.mean(loss[T:]) - np.mean(loss[T // 2:T])
+        assert float(line.split()[-1]) == pytest.approx(change, abs=1e-4)
     for row, column in zip(rows, (3, 4)):                # each line the mean of its own positions
         means = [f"{np.mean(row['loss'][a:b]):.4f}" for a, b in bins]
         assert [line.split()[column] for line in lines[2:5]] == means
@@ -86,7 +90,8 @@ def test_dropout_is_off(run, smoke, monkeypatch):
         return torch.zeros(64)
     monkeypatch.setattr(eval_length, 'loss_by_position', loss_by_position)
     run('tools.eval_length', smoke('config/gpt2.py'), '--length=64', here=True)
-    assert seen == [False]
+    run('tools.eval_length', smoke('config/moduleformer.py'), '--length=64', '--memory=8', here=True)
+    assert seen == [False, False]
 
 
 @pytest.mark.slow
