@@ -114,7 +114,8 @@ def test_half_a_pass_reads_windows_from_everywhere():
 
 
 def test_words_are_counted_by_set():
-    c = corpus(dict(a=np.zeros(400), b=np.ones(800)), a=(0.0, 0.5, 1.0))     # half of a is as wordy as all
+    a = np.where(np.arange(400) == 199, EOT, 0)          # two documents, of which the first is read
+    c = corpus(dict(a=a, b=np.ones(800)), a=(0.0, 0.5, 1.0))
     c.metas['b']['splits']['train']['words'] = 80        # 0.1 per token, where a has 0.5
     d = Data(Settings(), c, 8, machine())
     starts = d.order(0)
