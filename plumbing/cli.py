@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc):
         spec = sys.modules['__main__'].__spec__          # set by python -m tools.NAME
         prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else None
-        super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=doc,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def add_argument(self, *names, **settings):
         """The help of an option ends with its default."""
