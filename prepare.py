@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -177,7 +178,9 @@ def parallel(function, folder, tasks, jobs):
     if jobs == 1:
         yield from map(function, tasks)
     else:
-        with ProcessPoolExecutor(jobs) as pool:
+        leave_ctrl_c_to_us = dict(initializer=signal.signal,
+                                  initargs=(signal.SIGINT, signal.SIG_IGN))
+        with ProcessPoolExecutor(jobs, **leave_ctrl_c_to_us) as pool:
             yield from pool.map(function, tasks)
 
 

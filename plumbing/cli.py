@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def run_main(main):
     """How every script ends: if __name__ == '__main__': run_main(main)"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='backslashreplace')    # for a terminal without Unicode
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # ends workers, removes half a file
     try:
         main()
     except UserError as error:
