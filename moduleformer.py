@@ -43,9 +43,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-try:
-    from stick_kernels import can_fuse, stick_breaking as fused  # on a GPU: one kernel each way
-except ImportError:             # no Triton, or not found (in a package, import it from .stick_kernels)
+try:                            # in a copy of this file: import them from where you put the kernels
+    from plumbing.stick_kernels import can_fuse, stick_breaking as fused     # for a GPU
+except ImportError:             # no Triton, or no kernels: slower, the same results
     can_fuse = lambda q, k, v: False
 
 

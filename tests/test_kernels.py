@@ -1,4 +1,4 @@
-"""stick_kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64):
+"""plumbing/stick_kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64):
 outputs and gradients. On a GPU; and by Triton's interpreter, where Triton can be imported."""
 
 import importlib.util
@@ -47,7 +47,7 @@ def compare(tensors, function, bound):
 
 def interpret():
     """What the process of the next test runs. Small tiles: it is slow, and several tiles shall meet."""
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     number = lambda bound: bound if isinstance(bound, int) else bound.handle.data.item()
     kernels.range = lambda *bounds: range(*map(number, bounds))      # NumPy 2.4 forbids int() of an array
     kernels.TILES = {key: (16, (32, 1, 1), (16, 1, 1)) for key in kernels.TILES}
@@ -68,7 +68,7 @@ def test_interpreted():
 def test_a_model_runs_without_kernels():
     spec = importlib.util.spec_from_file_location('alone', ROOT / 'moduleformer.py')
     alone = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, stick_kernels=None):     # an import of it fails
+    with mock.patch.dict(sys.modules, {'plumbing.stick_kernels': None}):    # an import of it fails
         spec.loader.exec_module(alone)
     x = torch.randint(37, (2, 6))
     shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
@@ -84,7 +84,7 @@ def test_a_model_runs_without_kernels():
 @pytest.mark.parametrize('dtype', BOUNDS)
 @pytest.mark.parametrize('shape', [*SHAPES, (2, 4, 512, 2, 512, 64), (1, 2, 3000, 1, 0, 64)])
 def test_kernels_are_the_blocks(shape, dtype):
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     torch.set_float32_matmul_precision('high')
     for size in (1.0, 3.0):
         tensors = inputs(*shape, dtype, size, 'cuda')
@@ -96,7 +96,7 @@ def test_kernels_are_the_blocks(shape, dtype):
 @needs_triton
 def test_compiled_and_recorded():
     """torch.compile in one graph, and a CUDA graph of forward and backward that is replayed."""
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     tensors = inputs(2, 2, 100, 2, 20, 64, torch.bfloat16, device='cuda')
     compare(tensors, torch.compile(kernels.stick_breaking, fullgraph=True), BOUNDS[torch.bfloat16])
     want = with_gradients(kernels.stick_breaking, tensors)
@@ -126,7 +126,7 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
     calls = []
     for has_kernels in (True, False):
         def can_fuse(*tensors, has_kernels=has_kernels):
-            import stick_kernels as kernels
+            from plumbing import stick_kernels as kernels
             calls.append(has_kernels and kernels.can_fuse(*tensors))
             return calls[-1]
         monkeypatch.setattr(moduleformer, 'can_fuse', can_fuse)
@@ -145,7 +145,7 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
 @needs_gpu
 @needs_triton
 def test_memory_is_linear():
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     peaks = []
     for T in (2048, 8192):
         tensors = inputs(1, 4, T, 2, 0, 64, torch.bfloat16, device='cuda')

@@ -1,17 +1,15 @@
-"""strong.py against a slow oracle, one token, one head and one expert at a time."""
+"""arena/dense.py against a slow oracle, one token, one head and one expert at a time."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import strong
-from conftest import ROOT
+from arena import dense
 from plumbing.models import sketch
-from strong import Strong, StrongConfig
-from tools import arena, check
+from arena.dense import Dense, DenseConfig
+from tools import check
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
@@ -21,7 +19,7 @@ FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False)]
 def make(config, dtype=torch.float64):
     """Also what starts at zero is random here."""
     torch.manual_seed(0)
-    model = Strong(StrongConfig(**config)).to(dtype)
+    model = Dense(DenseConfig(**config)).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -131,13 +129,13 @@ def test_oracle(config):
 def test_check_is_green(config):
     """Causal, cached = uncached, sparse = dense, and what else tools.check knows."""
     for each in check.CHECKS:
-        verdict, text = check.run_check(each, strong, StrongConfig(**config))
+        verdict, text = check.run_check(each, dense, DenseConfig(**config))
         assert verdict != 'WRONG', (each.__name__, text)
 
 
 def test_sparse_is_dense_through_the_kernel():
     model = make(dict(ROUTED, n_embd=32), torch.float32)
-    dense = Strong(StrongConfig(**{**model.config.__dict__, 'sparse': False}))
+    dense = Dense(DenseConfig(**{**model.config.__dict__, 'sparse': False}))
     dense.load_state_dict(model.state_dict())
     x = tokens(3, 16)
     for each in (model, dense):
@@ -150,8 +148,8 @@ def test_sparse_is_dense_through_the_kernel():
 def test_starts_as_an_embedding():
     """Output maps are zero: whatever came before, a token's logits are those of its embedding."""
     for config in (SMALL, ROUTED):
-        model, x = Strong(StrongConfig(**config)), tokens()
-        states = strong.norm(strong.norm(model.wte(x)))
+        model, x = Dense(DenseConfig(**config)), tokens()
+        states = dense.norm(dense.norm(model.wte(x)))
         assert torch.allclose(model.features(x)[0], states, atol=1e-5)
 
 
@@ -159,14 +157,14 @@ def test_initialisation():
     """Zero where something is added, 0.02 for embedding and router, else 1/sqrt(fan-in) of what reads x."""
     torch.manual_seed(0)
     for keys in (dict(), dict(n_expert=8, top_k=3, n_shared=1)):
-        model = Strong(StrongConfig(vocab_size=512, n_layer=4, n_head=2, n_embd=128, **keys))
+        model = Dense(DenseConfig(vocab_size=512, n_layer=4, n_head=2, n_embd=128, **keys))
         for name, p in model.named_parameters():
             std = 0.02 if 'wte' in name or 'router' in name else 1 / math.sqrt(128)
             std = 0.0 if '.proj' in name or '.down' in name else std
             assert abs(p.std() - std) <= (0.15 if 'router' in name else 0.03) * std, name
 
 
-class LoudRouter(strong.Router):
+class LoudRouter(dense.Router):
     """Its gates are twice as large, by a parameter of its own."""
     def __init__(self, config):
         super().__init__(config)
@@ -177,14 +175,14 @@ class LoudRouter(strong.Router):
         return self.scale * gate_NK, choice_NK, losses | dict(loud=gate_NK.square().mean())
 
 
-class LoudStrong(Strong):
+class LoudDense(Dense):
     router = LoudRouter
 
 
 def test_a_router_of_ones_own():
     """All layers use it, its parameters keep their values, aux has its losses, and routes() its gates."""
-    model = LoudStrong(StrongConfig(**ROUTED)).eval()
-    routers = [part for part in model.modules() if isinstance(part, strong.Router)]
+    model = LoudDense(DenseConfig(**ROUTED)).eval()
+    routers = [part for part in model.modules() if isinstance(part, dense.Router)]
     assert len(routers) == ROUTED['n_layer'] and all(type(part) is LoudRouter for part in routers)
     assert all(part.scale.item() == 2.0 for part in routers)
     gates = model.routes(tokens())
@@ -238,7 +236,7 @@ def test_a_text_that_is_too_long():
 
 def test_the_router_is_exact_under_autocast():
     """Scores that bfloat16 would round to a tie are told apart."""
-    router = strong.Router(StrongConfig(**ROUTED))
+    router = dense.Router(DenseConfig(**ROUTED))
     with torch.no_grad():
         router.linear.weight.copy_(1 + torch.arange(5.0)[:, None].expand(-1, 16) * 1e-4)
     with torch.autocast('cpu', torch.bfloat16):
@@ -249,7 +247,7 @@ def test_the_router_is_exact_under_autocast():
 def test_positions_in_bfloat16():
     """Heads are bfloat16 under autocast, which cannot tell position 257 from 256: angles are float32."""
     x = torch.randn(1, 1, 8, 4).bfloat16()
-    turned = strong.rope(x, past=300)
+    turned = dense.rope(x, past=300)
     assert turned.dtype == torch.bfloat16
     for t in range(8):
         want = turn(x[0, 0, t].double(), 300 + t)
@@ -258,27 +256,11 @@ def test_positions_in_bfloat16():
 
 def test_counts():
     """By hand: 12 layers of 384, a vocabulary of 16,384."""
-    dense = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)
+    plain = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)
     experts = lambda n: 12 * 2 * n * 384 * 384           # of width 384, a quarter of 1,536
     router = 12 * 16 * 384
-    for keys, want in ((dict(), (dense, dense)),
-                       (dict(n_expert=16, top_k=4), (dense + experts(12) + router, dense + router)),
+    for keys, want in ((dict(), (plain, plain)),
+                       (dict(n_expert=16, top_k=4), (plain + experts(12) + router, plain + router)),
                        (dict(n_expert=16, top_k=3, n_shared=1),
-                        (dense + experts(13) + router, dense + router))):
-        assert sketch(strong, keys).count_params() == want
-
-
-@pytest.mark.parametrize('keys, message', [
-    (dict(n_expert=4, top_k=5), 'between 1 and n_expert'), (dict(n_shared=1), 'goes with n_expert > 1'),
-    (dict(n_expert=8, top_k=5), 'cannot be split into 5 experts'), (dict(n_head=5), 'even width'),
-    (dict(dropout=1.0), 'less than 1')])
-def test_what_is_refused(keys, message):
-    with pytest.raises(ValueError, match=message):
-        StrongConfig(**keys)
-
-
-@pytest.mark.parametrize('track', ['baby', 'toy'])
-def test_entries_of_the_arena(track, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    paths = [Path('config/arena', f'strong{kind}.py') for kind in ('', '_muon', '_moe', '_moe_flops')]
-    assert len(arena.find_entries(paths, track)) == 4    # each is in a class
+                        (plain + experts(13) + router, plain + router))):
+        assert sketch(dense, keys).count_params() == want

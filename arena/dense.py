@@ -1,5 +1,5 @@
 """
-Strong: today's plain Transformer, a baseline to beat, and its routed sibling.
+Dense: today's plain Transformer, the baseline of the arena, and its routed sibling.
 
 There is no paper behind this file. A routed model that beats a weak GPT-2 proves nothing, so here is
 what small dense models are made of today, after modded-nanogpt (Jordan et al. 2024) and nanochat
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 
 @dataclass
-class StrongConfig:
+class DenseConfig:
     vocab_size: int = 16384           # tokens the model knows, end-of-text included
     block_size: int = 512             # longest context
     n_layer: int = 12                 # blocks
@@ -204,7 +204,7 @@ class Experts(nn.Module):
 
 # ---- The model -----------------------------------------------------------------------------------
 
-class Strong(nn.Module):
+class Dense(nn.Module):
     router = Router                                      # a class; a subclass can name another
 
     def __init__(self, config):
@@ -373,4 +373,4 @@ def head_loss(x, weight, targets, reduction):
     return loss.view_as(targets) if reduction == 'none' else loss
 
 
-Config, Model = StrongConfig, Strong                     # what train.py looks for
+Config, Model = DenseConfig, Dense                       # what train.py looks for
