@@ -128,21 +128,32 @@ class Router(nn.Module):
     """h(x) = A ReLU(B x), a softmax over all modules of the pool, and its K largest (Eq. 1, 2)
     -> gates (N, K), choices (N, K), losses. Gates are not renormalised: at K = 1 they would all be
     1, and the language modelling loss could not train the router."""
-    def __init__(self, n, n_new, config):
+    def __init__(self, d, n_choices, config, n_new=0):   # n_new of the n_choices are inserted
         super().__init__()
-        self.top_k = config.top_k
-        self.B = nn.Linear(config.n_embd, config.d_router, bias=False)
-        self.A = Stack(n, n_new, config.d_router)        # one row per module: its embedding
+        self.config = config
+        self.n_choices = n_choices
+        self.B = nn.Linear(d, config.d_router, bias=False)
+        self.A = Stack(n_choices - n_new, n_new, config.d_router)    # each module's embedding
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
             hidden = F.relu(self.B(x_ND.to(self.B.weight.dtype)))
-            h_NE = F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
-            log_prob_NE = F.log_softmax(h_NE, -1)
-            prob_NE = log_prob_NE.exp()
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        return gate_NK, choice_NK, self.losses(log_prob_NE)
+            return F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
+
+    def choose(self, score_NE):
+        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):
+        log_prob_NE = score_NE.log_softmax(-1)
+        gate_NK = log_prob_NE.gather(1, choice_NK).exp()        # Eq. 1
+        return gate_NK, self.losses(log_prob_NE)
 
     def losses(self, log_prob_NE):
         """`mi`, for pretraining: use all modules, but let each token be sure of its own. `concentration`,
@@ -164,7 +175,7 @@ class AttentionModules(nn.Module):
         self.config = c = config
         self.layer = layer
         n = c.per_layer(c.n_att)[layer]
-        self.router = router(n, c.new_att, c)
+        self.router = router(c.n_embd, n + c.new_att, c, c.new_att)
         self.q = Stack(n, c.new_att, c.n_embd, c.d_att)
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
         self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=False)
@@ -204,7 +215,7 @@ class FFNModules(nn.Module):
         super().__init__()
         self.config = config
         n = config.per_layer(config.n_ffd)[layer]
-        self.router = router(n, config.new_ffd, config)
+        self.router = router(config.n_embd, n + config.new_ffd, config, config.new_ffd)
         self.fc = Stack(n, config.new_ffd, config.n_embd, config.d_ffd)
         self.down = Stack(n, config.new_ffd, config.d_ffd, config.n_embd)
 
@@ -305,7 +316,7 @@ class ModuleFormer(nn.Module):
                 if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, losses = result
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.A.n_modules)
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
@@ -399,7 +410,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
         usage = count_usage(model, batches or [])
     if not usage or not all(count.sum() > 0 for count in usage.values()):
         raise ValueError('prune_experts needs usage, or batches with at least one target')
-    pools = {name.removesuffix('.router'): module.A.n_modules
+    pools = {name.removesuffix('.router'): module.n_choices
              for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {pool: len(count) for pool, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')

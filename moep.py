@@ -71,7 +71,7 @@ class MoEPConfig:
 # ---- The idea: each token chooses K of P blocks --------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E choices per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    """Scores E choices per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
     losses by name. A token's K choices differ: ParallelLayer relies on it."""
     def __init__(self, d, n_choices, config):
         super().__init__()
@@ -80,12 +80,24 @@ class Router(nn.Module):
         self.linear = nn.Linear(d, n_choices, bias=False)
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
+            return self.linear(x_ND.to(self.linear.weight.dtype))
+
+    def choose(self, score_NE):
+        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):
+        prob_NE = score_NE.softmax(-1)
+        gate_NK = prob_NE.gather(1, choice_NK)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
+        return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""

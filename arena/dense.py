@@ -148,20 +148,33 @@ def attend(q, k, v, cache, layer, dropout):
 # ---- The routed sibling: K of E experts instead of one FFN ---------------------------------------
 
 class Router(nn.Module):
-    """Scores E experts per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    """Scores E experts per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
     losses by name."""
-    def __init__(self, config):
+    def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
-        self.linear = nn.Linear(config.n_embd, config.n_expert, bias=False)
+        self.n_choices = n_choices
+        self.linear = nn.Linear(d, n_choices, bias=False)
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
+            return self.linear(x_ND.to(self.linear.weight.dtype))
+
+    def choose(self, score_NE):
+        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):
+        prob_NE = score_NE.softmax(-1)
+        gate_NK = prob_NE.gather(1, choice_NK)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
+        return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
         """Switch: E * sum of (share of the picks) * (mean probability); 1 if balanced, at most E/K."""
@@ -177,7 +190,7 @@ class Experts(nn.Module):
         c, D = config, config.n_embd
         hidden = 4 * D // (c.top_k + c.n_shared)
         self.config = c
-        self.router = router(c)
+        self.router = router(D, c.n_expert, c)
         self.fc = nn.Parameter(torch.empty(c.n_expert, D, hidden))
         self.down = nn.Parameter(torch.empty(c.n_expert, hidden, D))
         self.shared = FeedForward(D, c.n_shared * hidden) if c.n_shared else None
@@ -278,7 +291,7 @@ class Dense(nn.Module):
                 if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.ffn.router')):
                         gate_NK, choice_NK, losses = result
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), self.config.n_expert)
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
                         found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)

@@ -166,8 +166,8 @@ def test_initialisation():
 
 class LoudRouter(dense.Router):
     """Its gates are twice as large, by a parameter of its own."""
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.scale = torch.nn.Parameter(torch.full((1, 1), 2.0))
 
     def forward(self, x_ND):
@@ -236,7 +236,7 @@ def test_a_text_that_is_too_long():
 
 def test_the_router_is_exact_under_autocast():
     """Scores that bfloat16 would round to a tie are told apart."""
-    router = dense.Router(DenseConfig(**ROUTED))
+    router = dense.Router(16, 5, DenseConfig(**ROUTED))
     with torch.no_grad():
         router.linear.weight.copy_(1 + torch.arange(5.0)[:, None].expand(-1, 16) * 1e-4)
     with torch.autocast('cpu', torch.bfloat16):

@@ -63,7 +63,7 @@ def router_of(module, top_k):
         weights = [router.linear.weight]
     else:
         config = moduleformer.ModuleFormerConfig(n_embd=4, d_router=4, top_k=top_k)
-        router = moduleformer.Router(4, 0, config)
+        router = moduleformer.Router(4, 4, config)
         weights = [router.A.weight, router.B.weight]
     for weight in weights:
         torch.nn.init.eye_(weight)
