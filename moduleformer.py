@@ -38,7 +38,7 @@ and module[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a 
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -70,21 +70,11 @@ class ModuleFormerConfig:
     sparse: bool = True            # False: compute every module for every token, to compare
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 0 if field.name in ('new_att', 'new_ffd') else 1
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        for name, number in (('n_att', self.n_att), ('n_ffd', self.n_ffd)):
-            if len(self.per_layer(number)) != self.n_layer:
-                raise ValueError(f'{name} lists {len(number)} layers, n_layer is {self.n_layer}')
-            if min(self.per_layer(number)) < self.top_k:
-                raise ValueError(f'{name} = {number} is less than top_k = {self.top_k}')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        if self.d_att % self.n_head:
-            raise ValueError(f'a width of {self.d_att} cannot be split into {self.n_head} heads')
-        if self.identity_kv and (self.d_att != self.n_embd or self.n_head > 1):
-            raise ValueError('identity_kv needs d_att = n_embd and a single head (n_head = 1)')
+        assert self.d_att % self.n_head == 0, 'd_att must be a multiple of n_head'
+        fewest = min(self.per_layer(self.n_att) + self.per_layer(self.n_ffd))
+        assert 1 <= self.top_k <= fewest, f'top_k = {self.top_k} must lie between 1 and n_att, n_ffd'
+        assert not self.identity_kv or (self.d_att == self.n_embd and self.n_head == 1), \
+            'identity_kv needs d_att = n_embd and a single head (n_head = 1)'
 
     def per_layer(self, number):
         return [number] * self.n_layer if isinstance(number, int) else list(number)
@@ -147,7 +137,8 @@ class Router(nn.Module):
             return F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
 
     def choose(self, score_NE):
-        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        prob_NE = score_NE.log_softmax(-1).exp()
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
         return order_NE[:, :self.config.top_k]
 
     def weigh(self, score_NE, choice_NK):

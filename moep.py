@@ -26,7 +26,7 @@ P blocks, E choices of a router, K chosen per token, R = N*K rows sorted by choi
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -53,19 +53,13 @@ class MoEPConfig:
     sparse: bool = True            # False: compute all E choices for every token, then drop E - K
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 0 if field.name == 'n_parallel' else 1
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        if self.balance not in ('switch', 'entropy', 'printed'):
-            raise ValueError(f"balance is '{self.balance}'; it can be switch, entropy or printed")
-        for width, heads in ((self.n_embd, self.n_head), (self.n_embd_parallel, self.n_head_parallel)):
-            if width % heads:
-                raise ValueError(f'a width of {width} cannot be split into {heads} heads')
-        if self.n_parallel and self.top_k > min(self.n_block, self.n_expert):
-            raise ValueError(f'top_k = {self.top_k} is more than n_block or n_expert')
+        assert self.n_embd % self.n_head == 0, 'n_embd must be a multiple of n_head'
+        assert self.n_embd_parallel % self.n_head_parallel == 0, \
+            'n_embd_parallel must be a multiple of n_head_parallel'
+        assert not self.n_parallel or 1 <= self.top_k <= min(self.n_block, self.n_expert), \
+            f'top_k = {self.top_k} must lie between 1 and n_block, n_expert'
+        assert self.balance in ('switch', 'entropy', 'printed'), \
+            f"balance is '{self.balance}'; it can be switch, entropy or printed"
 
 
 # ---- The idea: each token chooses K of P blocks --------------------------------------------------
@@ -90,7 +84,8 @@ class Router(nn.Module):
             return self.linear(x_ND.to(self.linear.weight.dtype))
 
     def choose(self, score_NE):
-        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        prob_NE = score_NE.softmax(-1)
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
         return order_NE[:, :self.config.top_k]
 
     def weigh(self, score_NE, choice_NK):

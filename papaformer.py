@@ -36,7 +36,7 @@ Dimension letters: B batch, T sequence, D width (d_L: Layer Block, d': path), H 
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -63,31 +63,15 @@ class PaPaformerConfig:
     dropout: float = 0.0           # in the parallel blocks (in all blocks if n_parallel = 0)
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'temperature'):
-            if getattr(self, name) <= 0:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_parallel < 0 or not 0 <= self.dropout < 1:
-            raise ValueError('n_parallel must be at least 0, dropout at least 0 and less than 1')
-        if self.connection not in ('share', 'gumbel1', 'gumbel2'):
-            raise ValueError(f"connection is '{self.connection}'; it can be share, gumbel1, gumbel2")
-        if self.aux_form not in ('intended', 'printed', 'released'):
-            raise ValueError(f"aux_form is '{self.aux_form}'; it can be intended, printed, released")
-        embd, head, hidden = self.path_embd, self.path_head, self.path_ffn_hidden
-        if hidden is not None and len(hidden) != len(embd):
-            raise ValueError(f'path_ffn_hidden has {len(hidden)} entries for {len(embd)} paths')
-        if any(h is not None and h < 1 for h in (self.ffn_hidden, *(hidden or []))):
-            raise ValueError('ffn_hidden and path_ffn_hidden must be at least 1')
-        shapes = [('n_head', self.n_embd, self.n_head)]
-        if self.n_parallel:
-            if not embd or len(embd) != len(head):
-                raise ValueError(f'path_embd {embd} and path_head {head} need one entry per path')
-            if self.connection != 'share' and len(set(embd)) > 1:
-                raise ValueError(f"{self.connection} adds the paths' outputs, so path_embd {embd} "
-                                 "must be equal; use connection='share'")
-            shapes += [('path_head', d, h) for d, h in zip(embd, head)]
-        for name, d, h in shapes:
-            if d < 1 or h < 1 or d % (2 * h):            # rotary positions turn pairs of channels
-                raise ValueError(f'a width of {d} cannot be split into {h} heads of even width: set {name}')
+        assert self.connection in ('share', 'gumbel1', 'gumbel2'), \
+            f"connection is '{self.connection}'; it can be share, gumbel1 or gumbel2"
+        assert self.aux_form in ('intended', 'printed', 'released'), \
+            f"aux_form is '{self.aux_form}'; it can be intended, printed or released"
+        assert len(self.path_embd) == len(self.path_head), 'path_head needs one entry per path'
+        assert self.connection == 'share' or len(set(self.path_embd)) == 1, \
+            f"{self.connection} adds the paths' outputs: path_embd must be equal, or use 'share'"
+        for d, n_head in [(self.n_embd, self.n_head), *zip(self.path_embd, self.path_head)]:
+            assert d % (2 * n_head) == 0, f'a width of {d} has no {n_head} heads of even width'
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
@@ -362,14 +346,22 @@ def compose(paths, **settings):
     the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
     new config that do not follow from the paths. By default block_size and dropout are the largest
     of the paths', n_head is the sum of theirs, and the others are the config's defaults."""
-    check_paths(paths, settings)
     configs = [path.config for path in paths]
-    default = dict(block_size=max(c.block_size for c in configs), dropout=max(c.dropout for c in configs),
+    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
+        values = [getattr(c, name) for c in configs]
+        assert len(set(values)) == 1, f'the paths differ in {name}: {values}'
+    assert not any(c.n_parallel for c in configs), 'a path has no parallel layers (n_parallel=0)'
+    default = dict(block_size=max(c.block_size for c in configs),
+                   dropout=max(c.dropout for c in configs),
                    n_head=sum(c.n_head for c in configs))
-    fixed = dict(vocab_size=configs[0].vocab_size, attn_out_proj=configs[0].attn_out_proj,
-                 n_embd=sum(c.n_embd for c in configs), n_parallel=configs[0].n_layer,
-                 path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],
+    fixed = dict(vocab_size=configs[0].vocab_size,
+                 attn_out_proj=configs[0].attn_out_proj,
+                 n_embd=sum(c.n_embd for c in configs),
+                 n_parallel=configs[0].n_layer,
+                 path_embd=[c.n_embd for c in configs],
+                 path_head=[c.n_head for c in configs],
                  path_ffn_hidden=[path.first[0].down.in_features for path in paths])
+    assert not settings.keys() & fixed.keys(), f'{[*fixed]} follow from the paths'
     config = type(configs[0])(**{**default, **settings, **fixed})
     model = type(paths[0])(config).to(paths[0].wte.weight)   # as the paths: class, device, dtype
     with torch.no_grad():
@@ -379,24 +371,6 @@ def compose(paths, **settings):
         for block, path in zip(layer.blocks, paths):
             block.load_state_dict(path.first[i].state_dict())
     return model
-
-
-def check_paths(paths, settings):
-    if not isinstance(paths, list) or not paths:
-        raise ValueError('compose takes a list of path models')
-    if any(path.config.n_parallel for path in paths):
-        raise ValueError('a path must be a model without parallel layers (n_parallel=0)')
-    if any(hasattr(path, 'adapted') for path in paths):
-        raise ValueError('a path has adapters: merge them first')
-    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
-        values = [getattr(path.config, name) for path in paths]
-        if len(set(values)) > 1:
-            raise ValueError(f'the paths differ in {name}: {values}')
-    for name in settings:
-        if name not in [f.name for f in fields(paths[0].config)]:
-            raise ValueError(f"'{name}' is not a setting of the model")
-        if name.startswith('path_') or name in ('vocab_size', 'attn_out_proj', 'n_embd', 'n_parallel'):
-            raise ValueError(f"'{name}' follows from the paths")
 
 
 @torch.no_grad()

@@ -64,26 +64,13 @@ class SelfMoEConfig:
     dropout: float = 0.0              # on attention and both residual branches
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_expert'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of an even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.ffn_hidden is not None and self.ffn_hidden < 1:
-            raise ValueError(f'ffn_hidden = {self.ffn_hidden} is too small')
-        if self.gate not in ('none', 'matrix', 'vector', 'scalar'):
-            raise ValueError(f"gate is '{self.gate}'; it can be none, matrix, vector or scalar")
-        if self.gate == 'none' and self.gate_layers:
-            raise ValueError("gate_layers needs a gate: set gate = 'matrix', 'vector' or 'scalar'")
-        if not set(self.gate_layers or []) <= set(range(1, self.n_layer)):
-            raise ValueError(f'gate_layers {self.gate_layers} must lie between 1 and {self.n_layer - 1}')
-        if not 1 <= self.top_k <= self.n_expert:
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        assert self.gate in ('none', 'matrix', 'vector', 'scalar'), \
+            f"gate is '{self.gate}'; it can be none, matrix, vector or scalar"
+        assert 1 <= self.top_k <= self.n_expert, \
+            f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
 
 
 # ---- The idea: a gate around each block ----------------------------------------------------------

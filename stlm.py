@@ -36,7 +36,7 @@ a chunk, D width, d width of the byte parts or of one head, H heads, V vocabular
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -63,25 +63,18 @@ class STLMConfig:
     byte_head: int = 4             # attention heads of each
 
     def __post_init__(self):
-        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, $, end, _
-        for field in fields(self):
-            if field.type is int and getattr(self, field.name) < least.get(field.name, 1):
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        for name, names in dict(share=('none', 'ffn', 'all'), decoder=('causal', 'parallel')).items():
-            if getattr(self, name) not in names:
-                raise ValueError(f"{name} is '{getattr(self, name)}'; it can be {', '.join(names)}")
-        for width, heads in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
-            if width % (2 * heads):        # rotary positions turn pairs (byte parts have none)
-                raise ValueError(f'a width of {width} cannot be split into {heads} heads of even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.share == 'none' and (self.lora_rank or self.share_group):
-            raise ValueError("lora_rank and share_group need shared weights: set share='ffn' or share='all'")
+        assert self.share in ('none', 'ffn', 'all'), \
+            f"share is '{self.share}'; it can be none, ffn or all"
+        assert self.decoder in ('causal', 'parallel'), \
+            f"decoder is '{self.decoder}'; it can be causal or parallel"
+        assert self.share != 'none' or not (self.lora_rank or self.share_group), \
+            "lora_rank and share_group need shared weights: set share='ffn' or share='all'"
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        for d, n_head in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
+            assert d % (2 * n_head) == 0, f'a width of {d} has no {n_head} heads of even width'
         slots = self.byte_limit + 1
-        if self.byte_limit and (self.block_size % slots or self.block_size < 2 * slots):
-            raise ValueError(f'block_size must be a multiple of {slots} (byte_limit + 1), more than {slots}')
+        assert not self.byte_limit or self.block_size % slots == 0, \
+            f'block_size must be a multiple of {slots} (byte_limit + 1)'
 
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------

@@ -43,7 +43,7 @@ H heads, V vocabulary, L layers, E of them that draft.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -66,22 +66,12 @@ class STLMDepthConfig:
     exit_loss: bool = False        # in training, also return aux['exit']: the loss at an earlier exit
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 2 if field.name == 'route_every' else 1      # layer 0's cache must hold all tokens
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        for name in ('dropout', 'layer_dropout'):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} must be at least 0 and less than 1')
-        if not 0 < self.capacity <= 1:
-            raise ValueError(f'capacity = {self.capacity} must be more than 0 and at most 1')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.exit_loss and self.n_layer < 3:
-            raise ValueError('exit_loss needs at least 3 layers')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        assert 0 < self.capacity <= 1, f'capacity = {self.capacity} is not a share of the tokens'
+        assert self.route_every > 1, 'route_every must be 2 or more: all tokens pass layer 0'
+        assert not self.exit_loss or self.n_layer > 2, 'exit_loss needs at least 3 layers'
 
     def is_routed(self, layer):
         return self.capacity < 1 and layer % self.route_every == self.route_every - 1

@@ -55,21 +55,13 @@ class DenseConfig:
     sparse: bool = True               # False: all E experts for every token, then drop E - K
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'n_expert'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of an even width')
-        if not 1 <= self.top_k <= self.n_expert:
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
-        if self.n_shared < 0 or self.n_shared and self.n_expert == 1:
-            raise ValueError(f'n_shared = {self.n_shared} goes with n_expert > 1, and is at least 0')
-        if 4 * self.n_embd % (self.top_k + self.n_shared):
-            raise ValueError(f'a width of {4 * self.n_embd} cannot be split into '
-                             f'{self.top_k + self.n_shared} experts (top_k + n_shared)')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert 1 <= self.top_k <= self.n_expert, \
+            f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
+        assert not self.n_shared or self.n_expert > 1, 'n_shared needs n_expert > 1'
+        assert 4 * self.n_embd % (self.top_k + self.n_shared) == 0, \
+            'top_k + n_shared must divide 4 * n_embd: it sets the width of an expert'
 
 
 # ---- The dense block -----------------------------------------------------------------------------
@@ -167,7 +159,8 @@ class Router(nn.Module):
             return self.linear(x_ND.to(self.linear.weight.dtype))
 
     def choose(self, score_NE):
-        order_NE = score_NE.argsort(descending=True, stable=True)   # the lower index wins a tie
+        prob_NE = score_NE.softmax(-1)
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
         return order_NE[:, :self.config.top_k]
 
     def weigh(self, score_NE, choice_NK):

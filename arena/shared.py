@@ -23,9 +23,9 @@ class SharedRouter(Router):
         assert config.top_k > 1, 'top_k = 1 leaves nothing to choose beside the shared block'
 
     def choose(self, score_NE):
-        order_NE = score_NE[:, 1:].argsort(descending=True, stable=True) + 1
-        always_N1 = torch.zeros_like(order_NE[:, :1])
-        return torch.cat((always_N1, order_NE[:, :self.config.top_k - 1]), 1)
+        others = score_NE[:, 1:].softmax(-1)                    # (N, E-1)
+        best = others.argsort(descending=True, stable=True)[:, :self.config.top_k - 1] + 1
+        return torch.cat((torch.zeros_like(best[:, :1]), best), 1)
 
     def weigh(self, score_NE, choice_NK):
         gate_NK = score_NE.gather(1, choice_NK).softmax(-1)     # p / sum(p) over the chosen

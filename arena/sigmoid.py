@@ -1,7 +1,7 @@
 """
 Sigmoid gates: a router that judges every choice by itself.
 
-    s_i = sigmoid(score_i)        a token takes the K largest: the best scores
+    s_i = sigmoid(score_i)        a token takes the K largest
     gate_i = s_i / (sum of s over its K)
 
 With a softmax, a choice gains only what others lose, and its gradient depends on all of them. Here
@@ -20,6 +20,9 @@ from moep import MoEP, MoEPConfig, Router
 
 class SigmoidGates:
     """A mixin: it goes before the Router of any model."""
+    def choose(self, score_NE):                          # a sigmoid keeps the order of the scores
+        return score_NE.argsort(descending=True, stable=True)[:, :self.config.top_k]
+
     def weigh(self, score_NE, choice_NK):
         log_NE = F.logsigmoid(score_NE)                         # the softmax of log s is s / sum(s)
         gate_NK = log_NE.gather(1, choice_NK).softmax(-1)       # over the chosen
