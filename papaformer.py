@@ -1,5 +1,5 @@
 """
-PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
+PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths")
 
 A language model composed of smaller ones. Narrow LLaMA-style models, the k paths, are trained
 separately, each on its own kind of text. Then their layers are put side by side in the middle of a
@@ -7,11 +7,12 @@ wider model, whose width is the sum of theirs, and that model is trained on text
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> grow -> Layer Block
 
-Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no computation.
-The variants differ in the Connection, which joins the blocks' outputs. `share` concatenates them and
-maps them to the width of a path (after the last layer to 256, so it has no `grow`). `gumbel1` and
-`gumbel2` have a router: for each token it picks one path's output or a linear mix of all. It reads
-that mix (1) or the concatenation (2). `n_parallel=0` makes a plain LLaMA: a baseline, or a path.
+Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no
+computation. The variants differ in the Connection, which joins the blocks' outputs. `share`
+concatenates them and maps them to the width of a path (after the last layer to 256, so it has no
+`grow`). `gumbel1` and `gumbel2` have a router: for each token it picks one path's output or a
+linear mix of all. It reads that mix (1) or the concatenation (2). `n_parallel=0` makes a plain
+LLaMA: a baseline, or a path.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
 Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
@@ -102,9 +103,9 @@ class Gumbel(nn.Module):
         y = sum_i pi_i f_i + pi_comb x_comb              Eq. 3, 7
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
-    Training is straight-through: the gradient of pi is that of the soft weights, so the router learns.
-    An f_i that a token does not take gets a gradient only from the router's input, and from the mix
-    if the token takes that. (Its keys and values in path i also get one from later tokens.)"""
+    Training is straight-through: the gradient of pi is that of the soft weights, so the router
+    learns. An f_i that a token does not take gets a gradient only from the router's input, and from
+    the mix if the token takes that. (Its keys and values get one from later tokens.)"""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -165,7 +166,8 @@ class ParallelLayer(nn.Module):
         c, k = config, len(config.path_embd)
         hidden = c.path_ffn_hidden or [None] * k
         self.blocks = nn.ModuleList(
-            Block(c, layer + i, c.path_embd[i], c.path_head[i], hidden[i], c.dropout) for i in range(k))
+            Block(c, layer + i, c.path_embd[i], c.path_head[i], hidden[i], c.dropout)
+            for i in range(k))
         if c.connection == 'share':
             next_widths = [c.n_embd] if is_last else c.path_embd
             self.connection = Share(sum(c.path_embd), next_widths)
@@ -206,8 +208,9 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 class Block(nn.Module):
@@ -248,8 +251,10 @@ class PaPaformer(nn.Module):
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.first = nn.ModuleList(Block(c, i, *full) for i in range(before))
         self.parallel = nn.ModuleList(
-            ParallelLayer(c, before + k * i, is_last=i == c.n_parallel - 1) for i in range(c.n_parallel))
-        self.last = nn.ModuleList(Block(c, k * c.n_parallel + i, *full) for i in range(before, c.n_layer))
+            ParallelLayer(c, before + k * i, is_last=i == c.n_parallel - 1)
+            for i in range(c.n_parallel))
+        self.last = nn.ModuleList(
+            Block(c, k * c.n_parallel + i, *full) for i in range(before, c.n_layer))
         if c.n_parallel:
             self.shrink = Share(c.n_embd, c.path_embd)
             if c.connection != 'share':                  # the last Share already maps to d_L
@@ -275,7 +280,8 @@ class PaPaformer(nn.Module):
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         x = self.wte(idx)                                # (B, T, d_L)
         aux = {}
         for block in self.first:
@@ -294,7 +300,7 @@ class PaPaformer(nn.Module):
         return self.norm_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return self.head(x), None, aux
@@ -321,16 +327,16 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, k+1)}: the weights pi of paths and mix; {} for `share`. Call eval() first."""
-        found = {}                                       # in the order of the layers
+        """{layer: (B, T, k+1)}: the weights pi of paths and mix; {}: `share`. Call eval() first."""
+        routes = {}                                      # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, Router):
                     def record(router, args, result, name=name.removesuffix('.connection.router')):
-                        found[name] = result[0]          # pi
+                        routes[name] = result[0]         # pi
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
         """Total, and active: all but the embedding, which is only looked up. No path is skipped."""
@@ -384,18 +390,18 @@ def path_usage(model, idx):
         raise ValueError('path_usage needs a model with parallel layers, at least two for share')
     if not share:
         return torch.stack([pi[:, -1].argmax(-1) for pi in model.routes(idx).values()], 1)
-    found = []
+    used = []                                            # (B,) of each layer
 
     def record(connection, args, result):
         outputs, = args
         inputs, _ = result
         similar = [F.cosine_similarity(f[:, -1], x[:, -1], dim=-1) for f, x in zip(outputs, inputs)]
-        found.append(torch.stack(similar, -1).argmax(-1))
+        used.append(torch.stack(similar, -1).argmax(-1))
     with ExitStack() as hooks:
         for layer in model.parallel[:-1]:
             hooks.enter_context(layer.connection.register_forward_hook(record))
         model.features(idx)
-    return torch.stack(found, 1)
+    return torch.stack(used, 1)
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

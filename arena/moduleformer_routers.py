@@ -7,8 +7,8 @@ source. The scores are A ReLU(B x), as in moduleformer.py. What differs from MoE
 - noisy, zloss: gates are not renormalised, as in moduleformer.py.
 - sigmoid, bias: gates are divided by their sum, so that they sum to 1. `mi` and `concentration` are
   computed from the shares s / sum(s) instead of the softmax.
-- bias: `mi` does two things. The bias does the first: all modules are used. The second, that a token
-  is sure of its K, is left to the language modelling loss. Give `mi` no weight in the config.
+- bias: `mi` does two things. The bias does the first: all modules are used. The second, that a
+  token is sure of its K, is left to the language modelling loss. Give `mi` no weight in the config.
 """
 
 from dataclasses import dataclass
