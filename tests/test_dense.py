@@ -1,15 +1,15 @@
 """arena/dense.py against a slow oracle, one token, one head and one expert at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from arena import dense
-from plumbing.models import sketch
 from arena.dense import Dense, DenseConfig
-from tools import check
+from tools.check import CHECKS, run_check
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
@@ -27,7 +27,8 @@ def make(config, dtype=torch.float64):
 
 
 def tokens(B=2, T=7, seed=1):
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=generator)
 
 
 # ---- The slow oracle -----------------------------------------------------------------------------
@@ -55,12 +56,12 @@ def attention(b, x, c):
     for t in range(len(x)):
         heads = []
         for h in range(c.n_head):
-            mine = slice(h * d, (h + 1) * d)
-            q = turn(rms((b.q.weight @ x[t])[mine]), t)
-            keys = [turn(rms((b.k.weight @ x[s])[mine]), s) for s in range(t + 1)]
+            head = slice(h * d, (h + 1) * d)
+            q = turn(rms((b.q.weight @ x[t])[head]), t)
+            keys = [turn(rms((b.k.weight @ x[s])[head]), s) for s in range(t + 1)]
             weight = torch.exp(torch.stack([q @ k for k in keys]) / math.sqrt(d))
             weight = weight / weight.sum()
-            heads.append(sum(w * (b.v.weight @ x[s])[mine] for s, w in enumerate(weight)))
+            heads.append(sum(w * (b.v.weight @ x[s])[head] for s, w in enumerate(weight)))
         out.append(b.proj.weight @ torch.cat(heads))
     return out
 
@@ -94,7 +95,8 @@ def oracle(model, idx):
     balance = torch.zeros(())
     for log in routed if c.n_expert > 1 else []:
         p = sum(prob for prob, _ in log) / len(log)
-        share = [sum(e in gates for _, gates in log) / (c.top_k * len(log)) for e in range(c.n_expert)]
+        picks = [sum(e in gates for _, gates in log) for e in range(c.n_expert)]
+        share = [n / (c.top_k * len(log)) for n in picks]
         balance = balance + c.n_expert * sum(f * q for f, q in zip(share, p))
     gates = {f'blocks.{i}': [gates for _, gates in log] for i, log in enumerate(routed) if log}
     return torch.stack(rows), balance, gates
@@ -114,10 +116,10 @@ def test_oracle(config):
     (fast + 0.3 * aux.get('balance', 0)).backward()
     for (name, p), want in zip(model.named_parameters(), grads):
         assert torch.allclose(p.grad, want, atol=1e-9), name
-    found = model.routes(x)
-    assert list(found) == list(gates)
-    for name in found:
-        for got, want in zip(found[name].flatten(0, 1), gates[name]):
+    routes = model.routes(x)
+    assert list(routes) == list(gates)
+    for name in routes:
+        for got, want in zip(routes[name].flatten(0, 1), gates[name]):
             assert got.nonzero().flatten().tolist() == sorted(want)
             assert all(abs(got[e] - want[e]) < 1e-12 for e in want)
 
@@ -128,20 +130,20 @@ def test_oracle(config):
 @pytest.mark.parametrize('config', [SMALL, ROUTED], ids=str)
 def test_check_is_green(config):
     """Causal, cached = uncached, sparse = dense, and what else tools.check knows."""
-    for each in check.CHECKS:
-        verdict, text = check.run_check(each, dense, DenseConfig(**config))
-        assert verdict != 'WRONG', (each.__name__, text)
+    for check in CHECKS:
+        verdict, text = run_check(check, dense, DenseConfig(**config))
+        assert verdict != 'WRONG', (check.__name__, text)
 
 
 def test_sparse_is_dense_through_the_kernel():
-    model = make(dict(ROUTED, n_embd=32), torch.float32)
-    dense = Dense(DenseConfig(**{**model.config.__dict__, 'sparse': False}))
-    dense.load_state_dict(model.state_dict())
+    sparse = make(dict(ROUTED, n_embd=32), torch.float32)
+    full = Dense(replace(sparse.config, sparse=False))
+    full.load_state_dict(sparse.state_dict())
     x = tokens(3, 16)
-    for each in (model, dense):
-        _, loss, aux = each(x, x.flip(1))
+    for model in (sparse, full):
+        _, loss, aux = model(x, x.flip(1))
         (loss + aux['balance']).backward()
-    for (name, p), q in zip(model.named_parameters(), dense.parameters()):
+    for (name, p), q in zip(sparse.named_parameters(), full.parameters()):
         assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm(), name
 
 
@@ -154,7 +156,7 @@ def test_starts_as_an_embedding():
 
 
 def test_initialisation():
-    """Zero where something is added, 0.02 for embedding and router, else 1/sqrt(fan-in) of what reads x."""
+    """Zero where something is added, 0.02 for embedding and router, else 1/sqrt(fan-in)."""
     torch.manual_seed(0)
     for keys in (dict(), dict(n_expert=8, top_k=3, n_shared=1)):
         model = Dense(DenseConfig(vocab_size=512, n_layer=4, n_head=2, n_embd=128, **keys))
@@ -180,7 +182,7 @@ class LoudDense(Dense):
 
 
 def test_a_router_of_ones_own():
-    """All layers use it, its parameters keep their values, aux has its losses, and routes() its gates."""
+    """Layers use it, its parameters keep their values, aux and routes() have what it returns."""
     model = LoudDense(DenseConfig(**ROUTED)).eval()
     routers = [part for part in model.modules() if isinstance(part, dense.Router)]
     assert len(routers) == ROUTED['n_layer'] and all(type(part) is LoudRouter for part in routers)
@@ -212,40 +214,8 @@ def test_dropout_places(monkeypatch):
         monkeypatch.undo()
 
 
-def test_temperature_and_top_k_by_count():
-    """Against the distribution that the logits give: sharpened, cut to the best k, and drawn from."""
-    model, x = make(SMALL, torch.float32).eval(), tokens(1, 4)
-    logits = model(x)[0][0, -1]
-    best = logits.topk(3).indices
-    temperature = (logits[best[0]] - logits[best[2]]).item()     # so that all three are drawn
-    torch.manual_seed(0)
-    drawn = model.generate(x.expand(4000, -1), 1, temperature=temperature, top_k=3)[:, -1]
-    assert {*drawn.tolist()} == {*best.tolist()}
-    want = (logits[best] / temperature).softmax(-1)
-    assert torch.allclose(torch.stack([(drawn == i).float().mean() for i in best]), want, atol=0.03)
-
-
-def test_a_text_that_is_too_long():
-    """Also where a part of it is in the cache."""
-    model, x, cache = make(SMALL), tokens(1, 17), []
-    model(x[:, :9], cache=cache)
-    for new, past in ((x, None), (x[:, 9:], cache)):
-        with pytest.raises(ValueError, match='17 tokens are more than the block_size of 16'):
-            model(new, cache=past)
-
-
-def test_the_router_is_exact_under_autocast():
-    """Scores that bfloat16 would round to a tie are told apart."""
-    router = dense.Router(16, 5, DenseConfig(**ROUTED))
-    with torch.no_grad():
-        router.linear.weight.copy_(1 + torch.arange(5.0)[:, None].expand(-1, 16) * 1e-4)
-    with torch.autocast('cpu', torch.bfloat16):
-        gate, choice, _ = router(torch.ones(2, 16).bfloat16())
-    assert choice.tolist() == [[4, 3, 2]] * 2 and gate.dtype == torch.float32
-
-
 def test_positions_in_bfloat16():
-    """Heads are bfloat16 under autocast, which cannot tell position 257 from 256: angles are float32."""
+    """bfloat16 cannot tell position 257 from 256: angles are float32."""
     x = torch.randn(1, 1, 8, 4).bfloat16()
     turned = dense.rope(x, past=300)
     assert turned.dtype == torch.bfloat16
@@ -263,4 +233,5 @@ def test_counts():
                        (dict(n_expert=16, top_k=4), (plain + experts(12) + router, plain + router)),
                        (dict(n_expert=16, top_k=3, n_shared=1),
                         (plain + experts(13) + router, plain + router))):
-        assert sketch(dense, keys).count_params() == want
+        with torch.device('meta'):
+            assert Dense(DenseConfig(**keys)).count_params() == want
