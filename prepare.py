@@ -339,7 +339,8 @@ def main(argv=None):
     if any(target.resolve() in path.resolve().parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be replaced; '
                         'choose another --name')
-    print('files:', dict(Counter(split for split, _ in files)))
+    for split, n in Counter(split for split, _ in files).items():
+        print(f'files for {split}: {n:,}')
     defaults = dict(split='auto', field='text', tokenizer=None)
     if args.what in NAMED:
         defaults |= NAMED[args.what][0]
