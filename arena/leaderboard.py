@@ -4,6 +4,7 @@ The arena's rules, and its tables from the rows that `python -m arena` adds.
 Two entries differ if the bits per byte of their seeds do, by Welch's t-test.
 """
 
+import contextlib
 import json
 import math
 import statistics
@@ -35,15 +36,16 @@ def classes(costs, track):
 
 # ---- Rows ---------------------------------------------------------------------------------------
 
-def read_runs(path):
-    """The runs in a .jsonl file; none if there is no file."""
+def read_runs(path, swept=None):
+    """The rows of a .jsonl file, none if it is missing; of a sweep, those of one setting."""
     with reading(path):
         lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
-        return [row for row in map(json.loads, lines) if 'entry' in row]
+        rows = [row for row in map(json.loads, lines) if 'entry' in row]
+        return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
 
 
 def read_results(track, results):
-    """{entry: {seed: row}}. A score on minimal pairs may be None."""
+    """{entry: {seed: row}}"""
     entries = {}
     for row in read_runs(Path(results, f'arena_{track}.jsonl')):
         entries.setdefault(row['entry'], {})[row['seed']] = row
@@ -74,10 +76,7 @@ def student(t, freedom, n=20_000):
 
 
 def spread(values, digits=1):
-    """Mean ± standard deviation over seeds; None, where nothing was measured, is left out."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return '-'
+    """Mean ± standard deviation over seeds"""
     text = f'{statistics.mean(values):,.{digits}f}'
     return f'{text} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else text
 
@@ -139,26 +138,20 @@ def show(track, results, named=()):
         print(f'\n{title}')
         for line in lines:
             print('  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-    if len(named) == 2:
-        entries = read_results(track, results)
+    entries = read_results(track, results)
+    if len(named) == 2 and entries.keys() >= {*named}:
         a, b = ([row['bits_per_byte'] for row in entries[name].values()] for name in named)
         print(f"\n{' against '.join(named)}: {spread(a, 4)} and {spread(b, 4)} bits per byte, "
               f'{verdict(a, b)}')
 
 
-def show_sweep(name, key, rows):
-    """The values that were tried, the best first, and what to do next. If the best is the lowest or
-    the highest, a better one may lie beyond."""
-    best_first = sorted(rows, key=lambda row: row['loss'])
-    for row in best_first:
+def show_sweep(name, key, path):
+    """The values that were tried, the best first."""
+    rows = [row for row in read_runs(path, key) if row['entry'] == name]
+    rows.sort(key=lambda row: row['loss'])
+    for row in rows:
         print(f"{name:24} {row['setting']:24} val loss {row['loss']:.4f}")
-    try:
-        best, *others = [float(row['setting'].partition('=')[2]) for row in best_first]
-    except ValueError:                                   # nothing was trained, or these are words
-        return
-    if others and best > max(others):
-        print(f'{name:24} the highest is the best: try also {key}={2 * best:g}')
-    elif others and 0 < best < min(others):
-        print(f'{name:24} the lowest is the best: try also {key}={best / 2:g}')
-    elif others:
-        print(f'{name:24} write {key}={best:g} into arena/entries.py, then race')
+    with contextlib.suppress(ValueError):                # words have no order
+        values = [float(row['setting'].partition('=')[2]) for row in rows]
+        if len(values) > 1 and values[0] in (min(values), max(values)):
+            print(f'{name:24} the best is at the end of the range: try further')
