@@ -148,8 +148,8 @@ def test_stages(home, called):
 
 @pytest.mark.slow
 def test_a_killed_arena_saves_and_goes_on(home):
-    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on from there,
-    and the loss is that of a run without a stop."""
+    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on from
+    there, and the loss is that of a run without a stop."""
     entries = dict(gpt2=TINY, mine=TINY | dict(max_iters=300, batch_size=1, save_interval=1000))
     code = f"""from arena import __main__ as arena
 arena.TRACKS['toy'].update({RULES | dict(tokens=300 * 32)})
