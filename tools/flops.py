@@ -11,7 +11,7 @@ ATTENTION = {          # the width of a token's query heads in all layers, by th
     'ModuleFormerConfig': lambda c: c.n_layer * c.top_k * c.d_att,
     'SelfMoEConfig': lambda c: c.n_layer * c.n_embd,
     'STLMConfig': lambda c: c.n_layer * c.n_embd,
-    'StrongConfig': lambda c: c.n_layer * c.n_embd,
+    'DenseConfig': lambda c: c.n_layer * c.n_embd,
     'STLMDepthConfig': lambda c: c.n_embd * (  # a routed layer attends among a share of the tokens
         c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every))}
 
