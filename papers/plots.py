@@ -300,8 +300,9 @@ def arena():
         axis.margins(x=0.4)
         axis.autoscale_view()                            # places are computed with the final limits
         names = []                                       # where they stand, in points
-        from_below = lambda item: (item[1][1], -item[1][0])      # equally high: from the right
-        for name, (cost, mean, colour) in sorted(places.items(), key=from_below):
+        from_below = sorted(places, key=lambda name: (places[name][1], -places[name][0]))
+        for name in from_below:                          # equally high: from the right
+            cost, mean, colour = places[name]
             x, y = axis.transData.transform((cost, mean)) * 72 / figure.dpi
             higher = y
             while any(abs(x - a) < 120 and abs(higher - b) < 10 for a, b in names):

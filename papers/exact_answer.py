@@ -1,16 +1,17 @@
 """
 Word problems: does the model's worked solution end in the right number?
 
-    python -m tools.exact_answer out/selfmoe_math                        # on the run's own data
-    python -m tools.exact_answer out/selfmoe_math --data data/toy_math   # on another data set
-    python -m tools.exact_answer out/run --data val.jsonl --show 3       # on rows of JSON
+    python -m papers.exact_answer out/selfmoe_math                        # on the run's own data
+    python -m papers.exact_answer out/selfmoe_math --data data/toy_math   # on another data set
+    python -m papers.exact_answer out/run --data val.jsonl --show 3       # on rows of JSON
 
 A problem is a question, a newline, and a worked solution. The model reads [end-of-text] + question
 + newline and goes on greedily until it writes end-of-text; the last number of its text is compared
-with the last number of the given solution. In a data set's val.bin the question is the first line of
-a document; a row of JSON has the fields question and generated_solution. Problems without a number
-in their solution, and those that leave fewer than --max_new_tokens of the model's context, are left
-out and counted. Models of chunks (of bytes, or sentences) count symbols there, padding included.
+with the last number of the given solution. In a data set's val.bin the question is the first line
+of a document; a row of JSON has the fields question and generated_solution. Problems without a
+number in their solution, and those that leave fewer than --max_new_tokens of the model's context,
+are left out and counted. Models of chunks (of bytes, or sentences) count symbols there, padding
+included.
 """
 
 import re
@@ -22,20 +23,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import prepare
-from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
-from plumbing.data import load_bin
-from plumbing.machine import Machine
+from papers.common import open_run, run_parser
+from plumbing.checkpoint import data_folder
+from plumbing.cli import UserError, between, read_rows, run_main, write_json
 from plumbing.tokenizer import load_tokenizer
+from train import load_bin
 
-NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')    # in 9-5 the minus is not a sign
+# in 9-5 the minus is not a sign
+NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')
 
 
 def last_number(text):
     """'... 4 * 288 = 1,152.' -> 1152.0; None if there is no number."""
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(',', '')) if found else None
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(',', '')) if numbers else None
 
 
 # ---- Problems -----------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def read_problems(path):
     path = Path(path)
     if path.suffix == '.jsonl':
         names = ['question', 'generated_solution']
-        problems = [tuple(row[name] for name in names) for _, row in prepare.read_rows(path, names)]
+        problems = [tuple(row[name] for name in names) for _, row in read_rows(path, names)]
     else:
         problems = read_val_documents(path)
     if not problems:
@@ -70,20 +71,23 @@ def read_val_documents(folder):
 def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
     """Greedy continuations of prompts (lists of ids), without end-of-text."""
     texts = [None] * len(prompts)
-    length = lambda i: len(prompts[i])
+
+    def length(i):
+        return len(prompts[i])
     order = sorted(range(len(prompts)), key=length)
     groups = [order]
     write = complete_batch
     if getattr(model.config, 'byte_limit', 0):
         groups = [[*group] for _, group in groupby(order, length)]
         write = complete_chunks
-    batches = [group[i:i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
+    batches = [group[i:i + batch_size]
+               for group in groups for i in range(0, len(group), batch_size)]
     with tqdm(total=len(prompts), unit='problem', disable=None, leave=False) as bar:
-        for some in batches:
-            found = write(model, [prompts[i] for i in some], eot, max_new_tokens, device)
-            for i, text in zip(some, found):
+        for batch in batches:
+            written = write(model, [prompts[i] for i in batch], eot, max_new_tokens, device)
+            for i, text in zip(batch, written):
                 texts[i] = text[:text.index(eot)] if eot in text else text
-            bar.update(len(some))
+            bar.update(len(batch))
     return texts
 
 
@@ -94,9 +98,9 @@ def complete_chunks(model, prompts, eot, max_new_tokens, device):
 
 
 def complete_batch(model, prompts, eot, max_new_tokens, device):
-    """All prompts start at the end of the shortest; a longer one is fed its own tokens until it ends.
-    So padding is never needed, the cache computes each position once, and the result is that of one
-    prompt at a time."""
+    """All prompts start at the end of the shortest; a longer one is fed its own tokens until it
+    ends. So padding is never needed, the cache computes each position once, and the result is that
+    of one prompt at a time."""
     lengths = [len(prompt) for prompt in prompts]
     length = torch.tensor(lengths, device=device)
     ids = torch.full((len(prompts), max(lengths) + max_new_tokens), eot, device=device)
@@ -127,8 +131,9 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
             fitting.append((question, solution))
             prompts.append(prompt)
     if not fitting:
-        raise UserError(f'no problem with a number in its solution leaves {max_new_tokens} tokens of the '
-                        f'context of {model.config.block_size}; lower --max_new_tokens')
+        raise UserError(
+            f'no problem with a number in its solution leaves {max_new_tokens} tokens of the '
+            f'context of {model.config.block_size}; lower --max_new_tokens')
     answers = Counter()
     examples = []
     texts = complete(model, prompts, tokenizer.eot, max_new_tokens, batch_size, device)
@@ -148,10 +153,9 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
 # ---- The command line ---------------------------------------------------------------------------
 
 
-def read_arguments():
-    parser = Parser(__doc__)
-    parser.add_argument('run', help='a run folder (out/selfmoe_math) or one of its checkpoints')
-    parser.add_argument('--data', help="a data set or a .jsonl file; the run's own data if not given")
+def main():
+    parser = run_parser(__doc__, data=dict(
+        help="a data set or a .jsonl file; the run's own data if not given"))
     parser.add_argument('--num', type=between(1, 10 ** 9),
                         help='only this many problems, the first ones; all if not given')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
@@ -159,23 +163,9 @@ def read_arguments():
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128,
                         help='problems at a time')
     parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
-                        help='print the first N problems and what was written, up to 500 characters of each')
-    parser.add_argument('--json', help='write the result and every continuation there')
-    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
+                        help='print the first N problems and the first 500 characters written')
     args = parser.parse_args()
-    check_writable(args.json)
-    return args
-
-
-def main():
-    args = read_arguments()
-    machine = Machine(args.device)
-    model, ckpt = load_checkpoint(args.run, machine.device)
-    tokenizer = run_tokenizer(ckpt)
-    used = ckpt['settings']['data']
-    if not args.data and len(used.split(',') if isinstance(used, str) else used) > 1:
-        raise UserError('the run was trained on several data sets: '
-                        f'choose one, such as --data={data_folder(ckpt)}')
+    model, ckpt, tokenizer, machine = open_run(args)
     data = args.data or data_folder(ckpt)
     problems = read_problems(data)[:args.num]
     result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size,
@@ -188,7 +178,8 @@ def main():
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
           f"always the commonest answer: {100 * result['guess']:.1f}%)")
     if Path(data).suffix != '.jsonl':
-        print('the question is the first line of a document, the answer the last number of the rest')
+        print('the question is the first line of a document, '
+              'the answer the last number of the rest')
     if args.json:
         write_json(args.json, result)
 

@@ -1,14 +1,14 @@
 """
 What conditional depth costs and saves, for a run of stlm_depth.py.
 
-    python -m tools.depth out/stlm_depth       # mixture of depths: who passes, causal or looking ahead
-    python -m tools.depth out/stlm_exit        # early exit: the loss at each, drafts and their speed
-    python -m tools.depth out/stlm_exit --draft_layers 1 2 --n_draft 3 --json depth.json
+    python -m papers.depth out/stlm_depth   # mixture of depths: who passes, causal or looking ahead
+    python -m papers.depth out/stlm_exit    # early exit: the loss at each, drafts and their speed
+    python -m papers.depth out/stlm_exit --draft_layers 1 2 --n_draft 3 --json depth.json
 
-Losses are those of val.bin. A routed model is scored twice: with its forecast, as in generation, and
-with the true top of every window, as in training. The second looks ahead, so it is not a probability
-of text; the difference is what causality costs. Drafts are greedy and in float32, one prompt at a
-time: `kept` is the share of drafted tokens that end up in the text.
+Losses are those of val.bin. A routed model is scored twice: with its forecast, as in generation,
+and with the true top of every window, as in training. The second looks ahead, so it is not a
+probability of text; the difference is what causality costs. Drafts are greedy and in float32, one
+prompt at a time: `kept` is the share of drafted tokens that end up in the text.
 """
 
 import time
@@ -18,12 +18,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from plumbing.checkpoint import data_folder, load_checkpoint
-from plumbing.cli import Parser, UserError, between, check_writable, run_main, write_json
-from plumbing.data import as_tensor, load_bin, route_shares, score_batches, tokens_at, val_batches
-from plumbing.machine import Machine
-from plumbing.models import model_file
-from plumbing.tokenizer import load_tokenizer
+from papers.common import open_run, run_parser, val_tokens
+from plumbing.checkpoint import data_folder
+from plumbing.cli import UserError, between, run_main, write_json
+from train import as_tensor, route_shares, score_batches, tokens_at, val_batches
 
 
 class LookingAhead(torch.nn.Module):
@@ -37,10 +35,10 @@ class LookingAhead(torch.nn.Module):
         routed = [module for module in self.model.modules() if hasattr(module, 'choose')]
         for module in routed:
             module.training = True
-        found = self.model(x, y, reduction=reduction)
+        result = self.model(x, y, reduction=reduction)
         for module in routed:
             module.training = False
-        return found
+        return result
 
 
 class Exit(torch.nn.Module):
@@ -60,7 +58,7 @@ class Exit(torch.nn.Module):
 
 @torch.no_grad()
 def decode(model, prompts, n_new, draft_layers, n_draft, machine):
-    """Greedy text of each prompt -> tokens (prompts, T), tokens per second, share of drafts kept."""
+    """Greedy text of each prompt -> tokens (prompts, T), tokens per second, share of drafts kept"""
     calls = Counter()                                    # of the first layer and the last
     hooks = [layer.register_forward_hook(lambda layer, *_: calls.update([layer]))
              for layer in (model.layers[0], model.layers[-1])]
@@ -79,54 +77,45 @@ def decode(model, prompts, n_new, draft_layers, n_draft, machine):
         hook.remove()
     kept = None
     if draft_layers:
-        # A round reads its drafts and one token more with the first layer, one at a time, and all of
-        # them at once with the last. It adds the drafts that are kept, and one token.
+        # A round reads its drafts and one token more with the first layer, one at a time, and all
+        # of them at once with the last. It adds the drafts that are kept, and one token.
         rounds = calls[model.layers[-1]]
         drafted = calls[model.layers[0]] - rounds
         kept = (len(prompts) * n_new - rounds) / max(1, drafted)
     return torch.cat(texts), len(prompts) * n_new / took, kept
 
 
-def read_arguments():
-    parser = Parser(__doc__)
-    parser.add_argument('run', help='a run folder of stlm_depth.py or one of its checkpoints')
-    parser.add_argument('--data', help="a data set's folder; the run's own data if not given")
+def main():
+    parser = run_parser(__doc__)
     parser.add_argument('--draft_layers', type=between(1, 1000), nargs='+',
                         help='how many layers draft; every number of them if not given')
-    parser.add_argument('--n_draft', type=between(1, 100), default=4, help='tokens to draft at a time')
+    parser.add_argument('--n_draft', type=between(1, 100), default=4,
+                        help='tokens to draft at a time')
     parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50, help='texts to continue')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100,
                         help='length of each text')
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16, help='for the losses')
     parser.add_argument('--eval_tokens', type=between(1, 10 ** 9),
                         help='most val tokens to score; all if not given')
-    parser.add_argument('--json', help='write everything there')
-    parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
-    check_writable(args.json)
-    return args
-
-
-def main():
-    args = read_arguments()
-    machine = Machine(args.device)
-    model, ckpt = load_checkpoint(args.run, machine.device)
+    model, ckpt, tokenizer, machine = open_run(args)
     if not hasattr(model.config, 'route_every'):
-        raise UserError(f"{args.run} is a run of {model_file(ckpt['model'])}, not of stlm_depth.py")
+        raise UserError(f"{args.run} is a run of {ckpt['model']}, not of stlm_depth")
     L = model.config.n_layer
-    args.draft_layers = args.draft_layers or range(1, L)
-    if max(args.draft_layers, default=0) >= L:           # a model of one layer has none
-        raise UserError(f'--draft_layers {max(args.draft_layers)}: the model has {L} layers, '
+    draft_layers = args.draft_layers or range(1, L)
+    if max(draft_layers, default=0) >= L:                # a model of one layer has none
+        raise UserError(f'--draft_layers {max(draft_layers)}: the model has {L} layers, '
                         'and at least one must verify')
     folder = args.data or data_folder(ckpt)
-    tokens = as_tensor(load_bin(folder, 'val'), machine.device)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.hash != ckpt['tokenizer']:
-        raise UserError(f'{folder} has another tokenizer than {args.run}')
+    tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     T = model.config.block_size
-    windows = lambda: val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
-    score = lambda model: score_batches(model, windows(), lengths, machine)
+
+    def windows():
+        return val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
+
+    def score(model):
+        return score_batches(model, windows(), lengths, machine)
 
     routed = {}
     if model.config.capacity < 1:
@@ -143,10 +132,10 @@ def main():
                                                    for layer, share in routed['passed'].items()))
     exits = []
     for n in range(1, L + 1):
-        found = score(Exit(model, n))
-        exits.append(dict(layers=n, **found))
-        print(f"exit after {n:3} {'layer ' if n == 1 else 'layers'}  loss {found['loss']:.4f}, "
-              f"{found['bits_per_byte']:.4f} bits per byte")
+        scores = score(Exit(model, n))
+        exits.append(dict(layers=n, **scores))
+        print(f"exit after {n:3} {'layer ' if n == 1 else 'layers'}  loss {scores['loss']:.4f}, "
+              f"{scores['bits_per_byte']:.4f} bits per byte")
 
     length = min(32, max(1, T // 2), len(tokens))
     starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
@@ -155,7 +144,7 @@ def main():
     drafts = []
     plain = None
     model.eval()
-    for n in (0, *args.draft_layers):
+    for n in (0, *draft_layers):
         texts, rate, kept = decode(model, prompts, args.max_new_tokens, n, args.n_draft, machine)
         plain = texts if n == 0 else plain
         same = int((texts == plain).all(1).sum())
