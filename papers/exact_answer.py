@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from papers.common import open_run, run_parser
 from plumbing.checkpoint import data_folder
-from plumbing.cli import UserError, between, read_rows, run_main, write_json
+from plumbing.cli import UserError, between, run_main, write_json
+from plumbing.text import read_rows
 from plumbing.tokenizer import load_tokenizer
 from train import load_bin
 

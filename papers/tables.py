@@ -406,11 +406,6 @@ def gates(corpus):
     return group([row for row in read('selfmoe') if row['corpus'] == corpus], 'run')
 
 
-def changes(seeds, others, digits):
-    pairs = zip(seeds, others, strict=True)
-    return ', '.join(f"{run['loss'] - other['loss']:+.{digits}f}" for run, other in pairs)
-
-
 def selfmoe():
     kinds = gates('real')
     yield ('fine-tuned with | val loss | difference to no gates, seed by seed | '
@@ -418,22 +413,11 @@ def selfmoe():
     for name, seeds in kinds.items():
         if name != 'base':
             losses = spread([run['loss'] for run in seeds], 3)
-            difference = '' if name == 'none' else changes(seeds, kinds['none'], 3)
+            pairs = zip(seeds, kinds['none'], strict=True)
+            changes = ', '.join(f"{run['loss'] - plain['loss']:+.3f}" for run, plain in pairs)
             right = ', '.join(str(run['right']) for run in seeds)
-            yield join(name.replace('none', 'no gates'), losses, difference, right)
-
-
-def selfmoe_improves():
-    """The selection on training text, and the one on the validation set"""
-    on_train, on_val = gates('real, selected on training text'), gates('real')
-    yield ('gates | val loss | after `improves` | change, seed by seed | kept of 7, by seed | '
-           'earlier, selected on the validation set: change, seed by seed')
-    for kind in ('matrix', 'vector', 'scalar'):
-        before, after = on_train[kind], on_train[f'{kind}, improves']
-        losses = [spread([run['loss'] for run in seeds], 3) for seeds in (before, after)]
-        kept = ', '.join(str(sum(gate['kept'] for gate in run['gates'])) for run in after)
-        yield join(kind, *losses, changes(after, before, 4), kept,
-                   changes(on_val[f'{kind}, improves'], on_val[kind], 4))
+            yield join(name.replace('none', 'no gates'), losses,
+                       '' if name == 'none' else changes, right)
 
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
