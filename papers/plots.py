@@ -318,9 +318,11 @@ def arena():
     return figure
 
 
+ALL = (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm,
+       stlm_real, speed, arena)
+
 if __name__ == '__main__':
-    for draw in (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real,
-                 selfmoe, stlm, stlm_real, speed, arena):
+    for draw in ALL:
         if sys.argv[1:] and draw.__name__ not in sys.argv[1:]:
             continue
         figure = draw()
