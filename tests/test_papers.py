@@ -14,7 +14,6 @@ import moep
 import papaformer
 import selfmoe
 import stlm
-from conftest import documents
 from moduleformer import count_usage, prune_experts
 from papers import depth, eval_length, exact_answer, path_usage
 from papers.exact_answer import complete, last_number, read_problems
@@ -105,7 +104,11 @@ def test_problems(tmp_path, data_dir):
     problems = read_problems(data_dir / 'toy_math')
     for other in ('toy_pauses', 'toy_thoughts'):
         assert read_problems(data_dir / other) == problems
-    assert ['\n'.join(problem) for problem in problems] == documents(data_dir / 'toy_math', 'val')
+    tokenizer = load_tokenizer(data_dir / 'toy_math')
+    tokens = [tokenizer.eot]
+    for problem in problems:                             # they are all of val.bin
+        tokens += [*tokenizer.encode('\n'.join(problem)), tokenizer.eot]
+    assert tokens == load_bin(data_dir / 'toy_math', 'val').tolist()
     rows = [dict(question='a\nb', generated_solution='c = 4')]
     (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
     assert read_problems(tmp_path / 'p.jsonl') == [('a\nb', 'c = 4')]
