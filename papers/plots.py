@@ -318,8 +318,8 @@ def arena():
     return figure
 
 
-ALL = (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe, stlm,
-       stlm_real, speed, arena)
+ALL = (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe,
+       stlm, stlm_real, speed, arena)
 
 if __name__ == '__main__':
     for draw in ALL:
