@@ -2,6 +2,8 @@
 
     python prepare.py simplewiki --name simplewiki_chunks --chunks
     python train.py config/paper/stlm/bytes_causal.py
+
+--decoder=parallel decodes all bytes of a chunk at once, as we read the paper.
 """
 model = 'stlm'
 data = 'simplewiki_chunks'

@@ -2,7 +2,7 @@
 
     python prepare.py simplewiki && python train.py config/paper/stlm/depth.py
     --n_layer=18        # as many FLOPs per token as the baseline
-    --capacity=1 --n_layer=6 --aux_weights='{}'    # a plain Transformer of about as many FLOPs as this
+    --capacity=1 --n_layer=6 --aux_weights={}    # plain, of about as many FLOPs as this
 """
 model = 'stlm_depth'
 data = 'simplewiki'

@@ -1,7 +1,8 @@
-"""Section 5.3, early exit: the baseline with layer dropout and the loss at earlier exits (LayerSkip).
+"""Section 5.3, early exit: the baseline with layer dropout and the loss at earlier exits
+(LayerSkip).
 
     python prepare.py simplewiki && python train.py config/paper/stlm/exit.py
-    python -m tools.depth out/paper/stlm/exit      # the loss at each exit; drafts, and their speed
+    python -m papers.depth out/paper/stlm/exit      # the loss at each exit; drafts, and their speed
 """
 model = 'stlm_depth'
 data = 'simplewiki'
