@@ -51,8 +51,8 @@ def test_the_page_runs_and_prints_what_it_shows(data_dir, tmp_path):
 
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']])
     env = dict(os.environ, PATH=path, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
-    done = subprocess.run([sys.executable, '-u', '-'], input='\n'.join(script), cwd=tmp_path, env=env,
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-u', '-'], input='\n'.join(script), text=True,
+                          cwd=tmp_path, env=env, capture_output=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for text, output in zip(shown, done.stdout.split('end of block\n')):
         lines = iter(output.splitlines())
