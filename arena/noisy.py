@@ -41,11 +41,6 @@ class NoisyRouter(NoisyScores, Router):
         super().__init__(d, n_choices, config)
         nn.init.normal_(self.noise.weight, std=0.02)
 
-    def weigh(self, score_NE, choice_NK):
-        _, losses = super().weigh(score_NE, choice_NK)
-        gate_NK = score_NE.gather(1, choice_NK).softmax(-1)     # p / sum(p) over the chosen
-        return gate_NK, losses
-
 
 class NoisyMoEP(MoEP):
     router = NoisyRouter
