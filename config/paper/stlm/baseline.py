@@ -1,4 +1,4 @@
-"""The baseline of Table 1: 55.9M parameters, Simple English Wikipedia.
+"""The baseline of Table 1: 55.9M parameters (the paper says 50M), Simple English Wikipedia.
 
     python prepare.py simplewiki && python train.py config/paper/stlm/baseline.py
 
@@ -21,7 +21,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
+n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1
