@@ -56,7 +56,7 @@ def one_line(done, script):
     (['train.py'], 'name a config, such as config/moep.py'),
     ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
-    ([*NEW, '--batch_size', '8'], 'write --key=value'),
+    ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
     ([*NEW, '--schedule=cosin'], 'it can be cosine, linear, constant'),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
     (['train.py', 'broken.py'], 'broken.py:1: '),
@@ -100,7 +100,7 @@ def one_line(done, script):
     ([*TEXT, '--input', 'nothing.txt'], 'nothing.txt'),
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
-    ([*TEXT, '--input', 'a_file'], 'a_file'),
+    ([*TEXT, '--input', 'a_file'], 'there is no text to train on'),
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
 ], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')

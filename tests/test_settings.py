@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from moep import MoEPConfig
+from moduleformer import ModuleFormerConfig
 from plumbing.cli import UserError
 from plumbing.settings import (ROOT, Settings, as_type, default_out_dir, parse_value, read_config,
                                read_settings)
@@ -127,5 +127,5 @@ def type_of(name):
 
 def test_help_prints_inherited_fields(run):
     """A Config may extend another one."""
-    told = run('train.py', '--model=arena.shared', '--help', here=True).stdout
-    assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(MoEPConfig))
+    told = run('train.py', '--model=arena.moduleformer_routers', '--help', here=True).stdout
+    assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(ModuleFormerConfig))
