@@ -11,7 +11,8 @@ import torch
 import moep
 from plumbing.settings import ROOT
 
-QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64', '--data=toy_math']
+QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
+         '--data=toy_math']
 MODEL = ['--block_size=32', '--n_layer=2', '--n_head=2', '--n_embd=16', '--n_parallel=1',
          '--n_head_parallel=1', '--n_embd_parallel=8', *QUICK]
 NEW = ['train.py', *MODEL, '--out_dir=out/new']
@@ -173,7 +174,8 @@ def test_a_pickle_does_nothing(run, home, command):
 
 @pytest.mark.parametrize('part', [
     dict(model='evil'), dict(model='../evil'), dict(model='os'), dict(model='prepare'),
-    dict(adapted=[('os.system', {'command': 'touch EVIL'})]), dict(adapted=[('evil.model', {})])], ids=str)
+    dict(adapted=[('os.system', {'command': 'touch EVIL'})]),
+    dict(adapted=[('evil.model', {})])], ids=str)
 def test_a_name_in_a_checkpoint_is_one_of_ours(run, home, monkeypatch, part):
     (home / 'evil.py').write_text('open("EVIL", "w")\nConfig, Model = 1, 2\n')
     monkeypatch.syspath_prepend(home)

@@ -84,7 +84,8 @@ def test_step(as_tensor):
 
 @pytest.mark.parametrize('model, by_adamw', [
     (dense.Model(dense.Config(**SMALL)), {'wte', 'router'}),
-    (moep.Model(moep.Config(block_size=16, n_embd=12, n_embd_parallel=6)), {'wte', 'wpe', 'router'}),
+    (moep.Model(moep.Config(block_size=16, n_embd=12, n_embd_parallel=6)),
+     {'wte', 'wpe', 'router'}),
     (papaformer.Model(papaformer.Config(vocab_size=50, connection='gumbel1')),
      {'wte', 'head', 'router'}),
     (stlm.Model(stlm.Config(block_size=18, n_embd=32, byte_limit=8)), {'wte', 'position'})])

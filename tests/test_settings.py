@@ -37,7 +37,8 @@ def test_later_arguments_win(config):
 
 @pytest.mark.parametrize('path, out_dir', [
     ('config/moep.py', 'out/moep'), ('config/paper/moep.py', 'out/paper/moep'),
-    ('/somewhere/config/a/b.py', 'out/a/b'), ('mine.py', 'out/mine'), ('there/mine.py', 'out/mine')])
+    ('/somewhere/config/a/b.py', 'out/a/b'), ('mine.py', 'out/mine'),
+    ('there/mine.py', 'out/mine')])
 def test_the_folder_of_a_run(path, out_dir):
     assert default_out_dir(path) == out_dir
 
