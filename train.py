@@ -493,8 +493,8 @@ def main():
         return machine.close()
     if s.memory or data.T > model.config.block_size:
         if context_limit(model.eval()):
-            raise UserError(f'{s.model} reads block_size = {model.config.block_size} tokens and has '
-                            'no memory: lower seq_len, or take a model such as moduleformer')
+            raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, leave out '
+                            'memory, or take a model such as moduleformer')
         model.train()
     if s.max_iters == 0:                                 # the surgery alone
         last_step = 0
