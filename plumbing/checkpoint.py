@@ -24,6 +24,8 @@ def read_checkpoint(path):
         raise UserError(f'there is no checkpoint {file}; {hint}')
     with reading(file):
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
+        if 'weights' not in ckpt:
+            raise UserError(f'{file} is not a checkpoint of train.py')
         return dict(ckpt, folder=str(file.parent))
 
 
