@@ -620,7 +620,7 @@ def killed_in_step(n):
 ], ids=['accumulated', 'stream', 'muon', 'dropout', 'gumbel', 'epochs'])
 def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     """Killed before the first save and after a later one, with lines in the log that come again."""
-    settings = dict(max_iters=9, save_interval=3, eval_interval=4, **more)
+    settings = dict(max_iters=9, save_interval=3, eval_interval=2, **more)
     tiny('calm', model, **settings)
     for place in (2, 8):
         with killed_in_step(place):
