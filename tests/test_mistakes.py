@@ -1,6 +1,7 @@
 """A user's mistake, or a damaged file, ends in one line that says what to do, with exit code 2.
 Nothing that comes from a file is executed. A bug keeps its traceback."""
 
+import importlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import moep
+import train
 from plumbing.settings import ROOT
 
 QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
@@ -162,6 +164,11 @@ def test_a_full_disk(run, home):
 def test_an_old_torch(run, stock, monkeypatch):
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.4.0'))
     assert 'torch>=2.10 is needed' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
+
+
+def test_a_missing_package(run, stock, monkeypatch):
+    monkeypatch.setattr(train, 'Data', lambda *_: importlib.import_module('a_package'))
+    assert 'pip install a_package' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
 
 
 # ---- Nothing from a file is executed -------------------------------------------------------------
