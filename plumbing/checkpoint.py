@@ -20,10 +20,12 @@ def read_checkpoint(path):
     file = path if path.suffix == '.pt' else path / 'ckpt.pt'
     if not file.is_file():
         runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
-        hint = f"there are {', '.join(runs)}" if runs else 'python train.py config/moep.py makes one'
+        hint = f"there are {', '.join(runs)}" if runs else 'make one with train.py'
         raise UserError(f'there is no checkpoint {file}; {hint}')
     with reading(file):
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
+        if 'weights' not in ckpt:
+            raise UserError(f'{file} is not a checkpoint of train.py')
         return dict(ckpt, folder=str(file.parent))
 
 
@@ -60,6 +62,16 @@ def data_folder(ckpt):
     data = ckpt['settings']['data']
     name = data.split(',')[0] if isinstance(data, str) else next(iter(data))
     return Path(ckpt['settings']['data_dir'], name)
+
+
+@torch.no_grad()
+def context_limit(model):
+    """The most tokens that it reads at once: block_size, or None for a model without positions."""
+    device = next(model.parameters()).device
+    try:
+        model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
+    except (AssertionError, IndexError, RuntimeError, ValueError):       # an assert, a table, a mask
+        return model.config.block_size
 
 
 def find_surgery(surgery, module):
