@@ -1,51 +1,395 @@
 """
 Train any model of this repository: one plain loop.
 
-    python train.py config/moep.py                      # the toy corpus, minutes on a laptop
+    python train.py config/moep.py                       # the toy corpus, minutes on a laptop
     python train.py config/moep.py --n_block=8 --out_dir=out/p8  # any setting of training or model
-    python train.py config/moep.py --resume             # resume after a kill (bit for bit on a CPU)
-    python train.py config/moep.py --max_iters=0        # print sizes and plan, train nothing
-    torchrun --nproc_per_node=2 train.py config/moep.py          # several processes (large models: --shard)
+    python train.py config/moep.py --resume              # go on after a kill: on a CPU, bit for bit
+    python train.py config/moep.py --max_iters=0         # print sizes and plan, train nothing
+    torchrun --nproc_per_node=2 train.py config/moep.py  # several processes (large models: --shard)
 
-A config is a file of plain assignments, which `--key=value` overrides. A key belongs to `Settings`
-(plumbing/settings.py) or to the model's own config. The loop knows no model by name: it imports the
-file that `model` names, for Config, Model, forward(idx, targets) -> (logits, loss, aux), features,
-generate, routes and count_params (set_dropout(p) and config.byte_limit are optional). `aux` holds
-unweighted auxiliary losses by name, and other values to log; `aux_weights` says which are added to
-the loss.
+A config is a Python file of assignments, and `--key=value` overrides it. A key belongs to
+`Settings` (plumbing/settings.py) or to the model's own Config. The model is the file that `model`
+names; it ends with `Config, Model = ...`, and docs/extending.md lists its methods.
 
 A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (weights at given word
 counts), log.jsonl (one JSON object per line) and a copy of the tokenizer.
 """
 
+import functools
+import inspect
+import json
 import math
+import os
 import signal
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-import prepare
-from plumbing.checkpoint import build_model, check_start, freeze, is_finite, start_model
-from plumbing.cli import UserError, catch_signals, run_main, short
-from plumbing.compiled import compile_model
-from plumbing.data import Corpus, Data, named_sets, route_shares, score_batches
-from plumbing.folder import RunFolder
-from plumbing.machine import Machine, Replay
+from plumbing.checkpoint import build_model, find_surgery, read_checkpoint
+from plumbing.cli import UserError, human, new_file, reading, run_main
+from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.muon import Muon, split_groups
-from plumbing.plan import check_model, describe, set_vocabulary, show_plan, show_sample, show_size_only
-from plumbing.settings import read_settings
-from plumbing.shard import shard_and_recompute, sync_gradients, whole_tensor
+from plumbing.report import describe, show_plan, show_sample
+from plumbing.settings import make_config, read_settings
+from plumbing.shard import full_state, load_optimizer, recompute_blocks, shard, sync_gradients
+from plumbing.tokenizer import copy_tokenizer, load_meta, load_tokenizer
+
+
+# ---- Data: windows of token bins ----------------------------------------------------------------
+
+class Data:
+    """The training tokens of all data sets end to end, and the order in which windows are read. A
+    window never crosses from one set into another. The order is a function of (seed, epoch); only
+    the place in it is state. With `stream` the windows stay in the order of the text, and row r of
+    the batch reads the r-th part of it."""
+
+    def __init__(self, s, machine):
+        self.s, self.machine = s, machine
+        names = dict.fromkeys(s.data.split(','), (0.0, 1.0)) if isinstance(s.data, str) else s.data
+        self.scored = s.eval_data.split(',') if isinstance(s.eval_data, str) else s.eval_data
+        self.scored = self.scored or list(names)         # the data sets whose val.bin is scored
+        make_toys([*names, *self.scored], s, machine)
+        self.folders = {name: Path(s.data_dir, name) for name in [*names, *self.scored]}
+        metas = {name: load_meta(folder) for name, folder in self.folders.items()}
+        self.folder = self.folders[next(iter(names))]
+        self.tokenizer = load_tokenizer(self.folder)
+        for name, meta in metas.items():
+            if meta['tokenizer']['hash'] != self.tokenizer.hash:
+                raise UserError(f'{self.folder.name} and {name} have different tokenizers: prepare '
+                                f'{name} again with --tokenizer {self.folder}')
+        self.slots = len(self.tokenizer.end)             # of a chunk of bytes; a token is one
+        self.pad = self.tokenizer.pad                    # never a target
+        self.noun = 'tokens' if self.slots == 1 else 'slots'
+        self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
+        self.val = {name: as_tensor(load_bin(folder, 'val'), machine.device)
+                    for name, folder in self.folders.items()}
+        if s.stream and len(names) > 1:
+            raise UserError('a stream reads one data set')
+
+        self.sets = {}                                   # (begin, end, passes, words per token)
+        bins, begin = [], 0
+        for name, (low, high, *passes) in names.items():
+            tokens = load_bin(self.folders[name], 'train')
+            if not 0 <= low < high <= 1:
+                raise UserError(f'data: {name} is read from {low} to {high}; 0 <= from < to <= 1')
+            ends = np.flatnonzero(tokens == self.tokenizer.eot) + self.slots
+            cuts = np.concatenate(([0], ends, [len(tokens)]))    # ranges end where documents do
+            first, last = cuts[np.searchsorted(cuts, (low * len(tokens), high * len(tokens)))]
+            bins.append(tokens[first:last])
+            count = metas[name]['splits']['train']
+            end = begin + len(bins[-1])
+            self.sets[name] = (begin, end, *(passes or [1.0]), count['words'] / count['tokens'])
+            begin = end
+        self.tokens = as_tensor(np.concatenate(bins), machine.device)
+
+    def start(self, seq_len):
+        """From here on, windows have this length."""
+        s = self.s
+        self.T, self.stride = seq_len, s.stride or seq_len
+        self.rows = s.batch_size * s.gradient_accumulation_steps * self.machine.world  # of a step
+        if self.T % self.slots or self.stride % self.slots:
+            raise UserError(f'seq_len and stride must be multiples of a chunk: {self.slots} slots')
+        self.epoch = self.position = self.seen = 0       # seen: windows so far
+        self.words = 0.0
+        self.starts = self.order(0)
+        if len(self.starts) < self.rows:
+            raise UserError(f'an epoch of {len(self.starts)} windows is less than one step')
+
+    def order(self, epoch):
+        """Where an epoch's windows start. Every epoch is cut at another offset, then shuffled."""
+        rng = np.random.default_rng([self.s.seed, epoch])
+        parts = []
+        for name, (begin, end, passes, _) in self.sets.items():
+            if end - begin < self.T + self.stride:       # the offset may take away stride - 1
+                raise UserError(f'{name}: {end - begin} {self.noun} are too few for seq_len and '
+                                f'stride ({self.T} and {self.stride}): add text, or lower seq_len')
+            while passes > 0:                            # 2.5 passes: two full ones and half of one
+                offset = rng.integers(self.stride // self.slots) * self.slots
+                windows = np.arange(begin + offset, end - self.T, self.stride)
+                if not self.s.stream:
+                    windows = rng.permutation(windows)
+                parts.append(windows[:math.ceil(len(windows) * min(passes, 1.0))])
+                passes -= 1
+        if self.s.stream:                                # row r of each batch: the r-th part
+            steps = [len(windows) // self.rows for windows in parts]
+            parts = [windows[:n * self.rows].reshape(self.rows, n).T.flatten()
+                     for n, windows in zip(steps, parts)]
+            return np.concatenate(parts)
+        starts = rng.permutation(np.concatenate(parts))
+        if self.s.epoch_words:
+            words = self.words_in(starts).cumsum()
+            starts = starts[:np.searchsorted(words, self.s.epoch_words) + 1]
+        return starts
+
+    def words_in(self, starts):
+        """Words per window, at its data set's mean number of words per token."""
+        begins, _, _, density = map(np.array, zip(*self.sets.values()))
+        return density[np.searchsorted(begins, starts, 'right') - 1] * self.T
+
+    def steps(self):
+        """How many steps all epochs have."""
+        epochs = math.ceil(self.s.epochs)
+        lengths = [len(self.order(epoch)) for epoch in range(epochs)]
+        windows = sum(lengths) - round((epochs - self.s.epochs) * lengths[-1])
+        return max(1, windows // self.rows)
+
+    def next_starts(self):
+        """The starts of the next step's windows. A step may run on into the next epoch."""
+        taken, n = [], self.rows
+        while n > 0:
+            if self.position >= len(self.starts):
+                self.epoch, self.position = self.epoch + 1, 0
+                self.starts = self.order(self.epoch)
+            taken.append(self.starts[self.position:self.position + n])
+            self.position += len(taken[-1])
+            n -= len(taken[-1])
+        taken = np.concatenate(taken)
+        self.seen += len(taken)
+        self.words += float(self.words_in(taken).sum())
+        return torch.from_numpy(taken).to(self.tokens.device)
+
+    def batch(self, starts):
+        """-> x, y of (B, T): y is x shifted by one, with -1 where nothing is to be predicted."""
+        positions = starts[:, None] + torch.arange(self.T + 1, device=starts.device)
+        window = tokens_at(self.tokens, positions)
+        x, y = window[:, :-1].contiguous(), window[:, 1:]
+        return x, y.masked_fill(y == self.pad, -1)
+
+    def place(self):
+        """What a resumed run needs to read on where it stopped."""
+        return dict(epoch=self.epoch, position=self.position, seen=self.seen, words=self.words,
+                    size=len(self.tokens))
+
+    def go_to(self, place):
+        if place.pop('size') != len(self.tokens):
+            raise UserError('the text has changed since the run began: start a new one, with '
+                            '--out_dir and --init_from')
+        vars(self).update(place)
+        self.starts = self.order(self.epoch)
+
+
+def make_toys(names, s, machine):
+    """A run that asks for a toy corpus gets it."""
+    if machine.rank == 0 and any(not Path(s.data_dir, name).exists() for name in names):
+        from prepare import make_missing_toys
+        make_missing_toys(names, s.data_dir)
+    machine.gather(None)                                 # all processes wait for it
+
+
+def load_bin(folder, split):
+    """A split's token ids, as a read-only memory map."""
+    path = Path(folder) / f'{split}.bin'
+    with reading(path):
+        return np.memmap(path, dtype=np.uint16, mode='r')
+
+
+def as_tensor(tokens, device):
+    """uint16 ids as an int16 tensor of the same bits, which every device can index."""
+    return torch.from_numpy(np.asarray(tokens).view(np.int16).copy()).to(device)
+
+
+def tokens_at(tokens, positions):
+    return tokens[positions].long() & 0xFFFF
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):
+    """Windows of seq_len targets that cover every token but the first exactly once, or the first
+    eval_tokens; this process's share of them."""
+    device = tokens.device
+    seq_len = min(seq_len, len(tokens))
+    starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
+    if eval_tokens:
+        starts = starts[:max(1, eval_tokens // seq_len)]
+    starts = F.pad(starts, (0, -len(starts) % world), value=len(tokens))     # equal shares
+    for batch in starts[rank::world].split(batch_size):
+        positions = batch[:, None] + torch.arange(seq_len + 1, device=device)
+        window = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
+        x, y = window[:, :-1].contiguous(), window[:, 1:]
+        yield x, y.masked_fill((positions[:, 1:] >= len(tokens)) | (y == pad), -1)
+
+
+@torch.no_grad()
+def score_batches(model, batches, token_lengths, machine):
+    """Loss per token, perplexity, and bits per byte: the cost of all tokens, end-of-text included,
+    over the bytes of the text."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)           # nats, targets, bytes
+    for x, y in batches:
+        with machine.autocast():
+            nats = model(x, y, reduction='none')[1]
+        y = y.cpu()
+        scored = y >= 0
+        cost = nats.float().cpu().double().sum()
+        sums += torch.stack((cost, scored.sum(), token_lengths[y[scored]].sum()))
+    if machine.cuda:
+        sums = sums.to(machine.device)                   # nccl adds up on GPUs only
+    nats, targets, n_bytes = machine.sum(sums).tolist()
+    model.train()
+    loss = nats / targets
+    return dict(loss=loss, perplexity=math.exp(min(loss, 700)),
+                bits_per_byte=nats / math.log(2) / max(n_bytes, 1))
+
+
+@torch.no_grad()
+def route_shares(model, x, machine):
+    """{layer: the share of the picks that went to each choice}. Where every choice gets something
+    from every token, the share of the gates."""
+    model.eval()
+    with machine.autocast():
+        routes = model.routes(x)
+    model.train()
+    shares = {}
+    for name, gate in routes.items():
+        taken = gate if gate.all() else gate != 0
+        count = taken.flatten(0, 1).sum(0).cpu().double()
+        shares[name] = [round(v, 4) for v in (count / count.sum().clamp(min=1)).tolist()]
+    return shares
+
+
+def evaluate(model, data, it, s, machine):
+    """Score every val set, print a line for each -> what is logged."""
+    batches = lambda name, *share: val_batches(data.val[name], data.T, s.batch_size, data.pad,
+                                               s.eval_tokens, *share)
+    scores = {}
+    for name in data.scored:
+        scores[name] = score_batches(model, batches(name, machine.rank, machine.world),
+                                     data.token_lengths, machine)
+        machine.say(f"step {it:6,}  {name}: val loss {scores[name]['loss']:.4f}, "
+                    f"perplexity {scores[name]['perplexity']:.2f}, "
+                    f"{scores[name]['bits_per_byte']:.4f} bits per byte")
+    x, _ = next(batches(data.scored[0]))
+    return dict(words=round(data.words), val=scores, routes=route_shares(model, x, machine))
+
+
+# ---- Where a model starts, and what is kept of it -----------------------------------------------
+
+def start_model(s, module, keys, data, machine):
+    """-> a fresh model, another run's, or what a surgery makes of other runs'; and its report."""
+    if not s.init_from:
+        keys.setdefault('vocab_size', data.tokenizer.n_vocab)
+        config = make_config(module, keys)
+        check_vocabulary(config, data)
+        with torch.device('meta' if s.max_iters == 0 else 'cpu'):        # meta: only the plan
+            return module.Model(config), None
+    paths = [s.init_from] if isinstance(s.init_from, str) else s.init_from
+    ckpts = [read_checkpoint(path) for path in paths]
+    for ckpt in ckpts:
+        if ckpt['model'] != s.model:
+            raise UserError(f"{ckpt['folder']} holds a model of {ckpt['model']}, not {s.model}")
+        if ckpt['tokenizer'] != data.tokenizer.hash:
+            raise UserError(f"{ckpt['folder']} has another tokenizer than {data.folder}")
+    if not s.surgery:
+        if len(ckpts) > 1:
+            raise UserError('init_from names several runs: set the surgery that joins them')
+        return freeze(build_model(ckpts[0], **keys), ckpts[0]), None
+
+    changed = [key for key in keys if any(ckpt['config'].get(key) != keys[key] for ckpt in ckpts)]
+    if changed:
+        raise UserError(f"{', '.join(changed)}: with a surgery, the model's settings come from "
+                        'init_from and surgery_args')
+    if any(ckpt['adapted'] for ckpt in ckpts) and s.surgery != 'tools.lora.merge_lora':
+        raise UserError('the model has adapters: first --surgery=tools.lora.merge_lora')
+    operate = find_surgery(s.surgery, module)
+    models = [build_model(ckpt, machine.device).eval() for ckpt in ckpts]
+    arguments = dict(s.surgery_args)
+    if 'batches' in inspect.signature(operate).parameters:       # such as pruning
+        seq_len = s.seq_len or models[0].config.block_size
+        arguments['batches'] = calibration_batches(data, seq_len, s)
+    try:
+        inspect.signature(operate).bind(models, **arguments)
+    except TypeError as error:
+        raise UserError(f'surgery_args: {s.surgery}: {error}') from None
+    try:
+        result = operate(models if isinstance(s.init_from, list) else models[0], **arguments)
+    except (AssertionError, ValueError) as error:        # its own words; a bug keeps its traceback
+        raise UserError(f'{s.surgery}: {error}') from None
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def check_vocabulary(config, data):
+    """The data must hold what the model reads: its tokens, or chunks of its length."""
+    slots = getattr(config, 'byte_limit', 0) + 1         # per chunk; 1: tokens
+    if slots != data.slots:
+        raise UserError(f'{data.folder} has {data.slots} slots per chunk (1: plain tokens), but '
+                        f'the model reads {slots}: see --chunks and --sentences of prepare.py')
+    if config.vocab_size < data.tokenizer.n_vocab:
+        raise UserError(f'vocab_size is {config.vocab_size}, but {data.folder} has a vocabulary of '
+                        f'{data.tokenizer.n_vocab}')
+
+
+def calibration_batches(data, seq_len, s):
+    """The first batches of the training text, for a surgery that has to look at some."""
+    batches = []
+    for begin, end, _, _ in data.sets.values():
+        end = min(end, begin + s.surgery_batches * s.batch_size * seq_len + 1)
+        batches += val_batches(data.tokens[begin:end], seq_len, s.batch_size, data.pad)
+    return batches
+
+
+def freeze(model, ckpt):
+    """What a surgery froze stays frozen when the run is resumed, or another starts from it."""
+    for name, p in model.named_parameters():
+        if name in ckpt['frozen']:
+            p.requires_grad_(False)
+    return model
+
+
+def find_run(out, s, keys, machine):
+    """The checkpoint that --resume continues, or None. A resumed run keeps its model and data."""
+    is_plan = s.max_iters == 0 and not s.surgery
+    if is_plan or s.overwrite or not (out / 'ckpt.pt').exists():
+        return None
+    if not s.resume:
+        raise UserError(f'{out} already holds a run: add --resume to continue it, --overwrite to '
+                        'start over, or set another --out_dir')
+    ckpt = read_checkpoint(out)
+    before = ckpt['config'] | ckpt['settings'] | dict(processes=len(ckpt['ranks']))
+    now = asdict(s) | dict(processes=machine.world) | ({} if s.surgery else keys)
+    for key in ('model', 'data', 'seed', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words',
+                'batch_size', 'gradient_accumulation_steps', 'optimizer', 'processes', *keys):
+        if key in now and now[key] != before.get(key):
+            raise UserError(f'{out} has {key} = {before.get(key)!r}, not {now[key]!r}: resume with '
+                            'the same, or start anew with --out_dir and --init_from')
+    return ckpt
+
+
+def save(path, it, model, data, s, machine, optimizer=None, memory=None, log_bytes=0, seconds=0.0):
+    """The weights and, with an optimiser, everything needed to resume."""
+    weights, moments = full_state(model, optimizer)
+    ranks = machine.gather(dict(random=machine.random_state(), memory=memory))
+    if machine.rank > 0:
+        return
+    state = dict(
+        model=s.model, config=asdict(model.config), settings=asdict(s), iter=it, words=data.words,
+        tokenizer=data.tokenizer.hash, weights=weights,
+        adapted=getattr(model, 'adapted', []),           # how to rebuild adapters (tools/lora.py)
+        frozen=[name for name, p in model.named_parameters() if not p.requires_grad])
+    if optimizer:
+        state |= dict(optimizer=moments, data=data.place(), ranks=ranks, log_bytes=log_bytes,
+                      seconds=seconds)
+    try:
+        with new_file(path, 'wb') as file:               # complete or not at all
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f'{path} could not be written ({str(error).splitlines()[0]}): is the disk '
+                        'full? The checkpoint before it is intact') from None
 
 
 # ---- One step -----------------------------------------------------------------------------------
 
-def train_step(model, optimizer, data, starts, memory, s, machine):
-    """One optimiser step. `starts` holds the windows of all processes; micro-batches are dealt out in
-    turn, so W processes with A micro-batches each see the same data as one process with W * A. `memory`
-    (ModuleFormer; else None) holds the keys and values of each micro-batch's previous segment.
-    Returns this process's mean loss and auxiliary values, and the global gradient norm."""
+def train_step(model, optimizer, data, s, machine, starts, memory=None):
+    """One optimiser step -> this process's mean loss and auxiliary values, and the gradient norm.
+    `starts` holds the windows of all processes; micro-batches are dealt out in turn, so W processes
+    with A micro-batches each see the same data as one process with W * A. `memory` (ModuleFormer)
+    holds the keys and values of each micro-batch's previous segment."""
     accumulate = s.gradient_accumulation_steps
     mean = {}
     optimizer.zero_grad(set_to_none=True)
@@ -55,23 +399,30 @@ def train_step(model, optimizer, data, starts, memory, s, machine):
         if machine.world > 1:
             sync_gradients(model, a == accumulate - 1)   # once, for all micro-batches
         with machine.autocast():
-            _, loss, aux = model(x, y, cache=memory[a]) if s.memory else model(x, y)
+            _, loss, aux = model(x, y, cache=memory[a]) if memory else model(x, y)
+        if not s.aux_weights.keys() <= aux.keys():
+            raise UserError(f'aux_weights names {[*s.aux_weights]}, but {s.model} returns {[*aux]}')
         objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
+        if memory:                                       # the next segment reads these
+            memory[a] = [last_keys(k, v, s.memory) for k, v in memory[a]]
         (objective / accumulate).backward()
-        if s.memory:                            # the next segment reads these keys and values
-            recent = slice(-s.memory, None)
-            memory[a] = [(k[:, :, recent].detach(), v[:, :, recent].detach()) for k, v in memory[a]]
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / accumulate
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
     optimizer.step()
-    return mean, whole_tensor(norm)
+    return mean, norm.full_tensor() if s.shard and machine.world > 1 else norm
 
 
-# ---- Optimiser and schedules -----------------------------------------------------------------------
+def last_keys(k, v, n):
+    """Copies, so that nothing else of the step stays in memory."""
+    last = k[:, :, -n:].detach().clone()
+    return last, last if v is k else v[:, :, -n:].detach().clone()
+
+
+# ---- Optimiser and schedules --------------------------------------------------------------------
 
 def make_optimizer(model, s, machine):
-    """AdamW or Muon. Only matrices get weight decay, not stacked vectors (named ...gain or ...bias)."""
+    """AdamW or Muon. Only matrices decay, not stacked vectors (named ...gain or ...bias)."""
     matrices, vectors = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -109,188 +460,195 @@ def dropout_rate(it, s, steps, p):
     """The model's rate p at a step. early: p, then 0; late: 0, then p; linear: from p to 0; rising:
     from 0 to p; triangle: one peak; triangles: four."""
     done = min(1.0, it / steps)
-    shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase, linear=1 - done,
-                  rising=done, triangle=1 - abs(2 * done - 1), triangles=1 - abs(8 * done % 2 - 1))
+    shapes = dict(constant=1, early=done < s.dropout_phase, late=done >= s.dropout_phase,
+                  linear=1 - done, rising=done, triangle=1 - abs(2 * done - 1),
+                  triangles=1 - abs(8 * done % 2 - 1))
     return p * shapes[s.dropout_schedule]
 
 
 # ---- The run ------------------------------------------------------------------------------------
 
-def evaluate(model, corpus, data, it, machine):
-    """Score every val set in eval mode, print a line for each, count routes -> what is logged."""
-    scores = {}
-    for name in corpus.scored:
-        batches = corpus.val_batches(name, data.T, machine.rank, machine.world)
-        scores[name] = v = score_batches(model, batches, corpus.token_lengths, machine)
-        machine.say(f"step {it:6,}  {name}: val loss {v['loss']:.4f}, "
-                    f"perplexity {v['perplexity']:.2f}, {v['bits_per_byte']:.4f} bits per byte")
-    x, _ = next(corpus.val_batches(corpus.scored[0], data.T))
-    return dict(words=round(data.words), val=scores, routes=route_shares(model, x, machine))
-
-
 def main():
-    s, module, model_keys = read_settings(sys.argv[1:], __doc__)
+    s, module, keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
-    folder = RunFolder(s, machine)
-    ckpt = folder.find(model_keys)                       # what --resume continues, or None
+    out = Path(s.out_dir)
+    ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
 
-    # data
-    ranges, scored = named_sets(s)
-    if machine.rank == 0:
-        prepare.make_missing_toys([*ranges, *scored], s.data_dir)
-    machine.wait()
-    try:
-        corpus = Corpus(s, machine)
-    except UserError as e:
-        if show_size_only(module, model_keys, s, machine, why_no_data=e):
-            return machine.close()
-        raise
-    if not (ckpt or s.init_from):
-        set_vocabulary(module, model_keys, corpus)
-    if show_size_only(module, model_keys, s, machine):
-        return machine.close()
-
-    # model
+    # data and model
+    data = Data(s, machine)
     torch.manual_seed(s.seed)
     report = None
     if ckpt:
-        check_start(ckpt, s, corpus)
-        model = freeze(build_model(ckpt, machine.device), ckpt)
-        del ckpt['weights']             # otherwise each process would hold them twice
+        model = freeze(build_model(ckpt), ckpt)
     else:
-        model, report = start_model(s, module, model_keys, corpus)
-    model.to(machine.device)
-    data = Data(s, corpus, s.seq_len or model.config.block_size, machine)
-    resumed = bool(ckpt)
-    it = ckpt['iter'] if resumed else 0
-    if resumed:
-        data.load_state(ckpt['data'])
-    schedule_steps, last_step = data.plan(it)            # they differ if the batch size was changed
-    show_plan(model, s, corpus, data, machine, last_step, ckpt)
-    check_model(model, s, data, machine)
-    if s.max_iters == 0:
-        if not s.surgery:               # only the plan was asked for
-            return machine.close()
+        model, report = start_model(s, module, keys, data, machine)
+    data.start(s.seq_len or model.config.block_size)
+    it = 0
+    if ckpt:
+        it = ckpt['iter']
+        data.go_to(ckpt['data'])
+    last_step = s.max_iters or data.steps()
+    show_plan(model, data, it, last_step, s, machine)
+    if s.max_iters == 0 and not s.surgery:
+        return machine.close()
+    if s.max_iters == 0:                                 # the surgery alone
         last_step = 0
 
-    # optimiser, and the rest of the run's state
-    shard_and_recompute(model, s, machine)
+    # optimiser, compiled step, and the rest of the run's state
+    model.to(machine.device)
+    if s.checkpoint_activations:
+        recompute_blocks(model)
+    if s.shard and machine.world > 1:
+        shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
-    memories = {}                       # with --memory: {data set: keys and values per micro-batch}
-    memory = None                       # of the data set that is read now
-    health = torch.zeros((), device=machine.device)      # nan once a loss or gradient is not finite
+    memory = None                       # with --memory: keys and values of each micro-batch's past
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
-    folder.open(corpus, ckpt)
-    if resumed:
-        folder.restore(ckpt, model, optimizer, memories)
-    folder.log(it, run=describe(model, s, data, machine, last_step))
-    if report:
-        machine.say(str(report))
-        folder.log(it, surgery=report)
-
+    began = time.monotonic()
+    if ckpt:
+        load_optimizer(model, optimizer, ckpt['optimizer'])
+        state = ckpt['ranks'][machine.rank]
+        machine.set_random_state(state['random'])
+        if state['memory']:
+            memory = [[tuple(x.to(machine.device) for x in layer) for layer in layers]
+                      for layers in state['memory']]
+        began -= ckpt['seconds']
     if s.dropout_schedule != 'constant':
+        if not (hasattr(model, 'set_dropout') and model.config.dropout):
+            raise UserError('dropout_schedule needs a model with set_dropout, and dropout above 0')
         model.set_dropout(0.0)          # makes the rate a tensor: changing it recompiles nothing
-    left = last_step - it
-    by_default = machine.cuda and left >= 200            # compiling takes half a minute
-    compiles = by_default if s.compile is None else s.compile
-    whole = left >= 50_000      # compiling the model as a whole takes longer, and pays only in a long run
-    trained = compile_model(model, whole) if compiles else model
+    eager = s.shard or s.checkpoint_activations          # their hooks cannot be compiled
+    by_default = machine.cuda and last_step - it >= 200  # compiling takes half a minute
+    compiles = not eager and (by_default if s.compile is None else s.compile)
+    trained = model
+    if compiles:                        # as one graph takes longer, and pays only in a long run
+        trained = compile_model(model, as_one_graph=last_step - it >= 50_000)
     if machine.world > 1 and not s.shard:                # copies that add up their gradients
         trained = torch.nn.parallel.DistributedDataParallel(trained)
-    take_step = lambda starts: train_step(trained, optimizer, data, starts, memory, s, machine)
-    # a CUDA graph, if possible; not with memory, whose tensors are new in each step
-    step = Replay(take_step, machine, wanted=s.graph and not s.memory)
-    if compiles and machine.cuda:
-        machine.say('compile   the first step takes up to half a minute')
+    step = functools.partial(train_step, trained, optimizer, data, s, machine)
+    if not (s.memory or eager):         # what the memory holds is new in each step
+        step = CUDAGraphStep(step, machine, wanted=s.graph)
 
-    caught = catch_signals()
-
-    def due(interval):
-        return it % interval == 0 or it >= last_step
-
-    def check_health(weights=True):
-        """Stop if a loss, a gradient or a weight is not finite."""
-        if health.item() != 0 or weights and not is_finite(model):
-            folder.give_up(it)
-
-    def save(name='ckpt.pt', resumable=True):
-        check_health()
-        folder.save(it, model, data, corpus, optimizer if resumable else None, memories, name)
-
-    def asked_to_stop():
-        """Several processes must agree: they ask each other only where they wait anyway."""
-        if machine.world > 1 and not due(s.log_interval):
-            return False
-        return any(machine.gather(caught))
-
+    # the run's folder
+    log = open_log(out, ckpt, s) if machine.rank == 0 else open(os.devnull, 'w')
+    if machine.rank == 0:
+        copy_tokenizer(data.folder, out)
+    write_log(log, it, began, run=describe(model, data, last_step, s, machine))
+    if report:
+        machine.say(str(report))
+        write_log(log, it, began, surgery=report)
+    resumed_at = it if ckpt else None
+    del ckpt                                             # the moments of a large model are in there
     pending = [words for words in sorted(s.checkpoint_words) if words > data.words]
-    hidden = None if machine.rank == 0 else True         # None: hidden unless there is a terminal
-    bar = tqdm(total=last_step, initial=it, smoothing=0, unit='step', disable=hidden)
+    stop = catch_signals()
+    mean, norm = {}, None
+    bar = tqdm(total=last_step, initial=it, smoothing=0, unit='step',
+               disable=None if machine.rank == 0 else True)      # None: without a terminal
     tokens, clock = 0, time.perf_counter()
-    skip_eval = resumed                 # ckpt.pt was saved after this step's evaluation
     while True:
-        # evaluate and save, if due
-        if not skip_eval and (due(s.eval_interval) or due(s.save_interval)):
-            if due(s.eval_interval):
-                check_health()
-                folder.log(it, **evaluate(model, corpus, data, it, machine))
-            if due(s.save_interval) and (it or s.surgery):
-                save()
-            tokens, clock = 0, time.perf_counter()
-        skip_eval = False
-        if it >= last_step:
+        # evaluate and save, if due; a resumed run did so before it stopped
+        is_last = it >= last_step
+        if it != resumed_at:
+            if is_last or it % s.eval_interval == 0:
+                write_log(log, it, began, **evaluate(model, data, it, s, machine))
+                tokens, clock = 0, time.perf_counter()
+            is_stopping = asked_to_stop(stop, it, s, machine)
+            if is_last or is_stopping or (it and it % s.save_interval == 0):
+                check_finite(mean, norm, it, out)
+                save(out / 'ckpt.pt', it, model, data, s, machine, optimizer, memory, log.tell(),
+                     time.monotonic() - began)
+                tokens, clock = 0, time.perf_counter()
+            if is_stopping and not is_last:
+                machine.say(f'stopped at step {it:,}; to continue, add --resume to the command')
+                machine.close()
+                sys.exit(128 + (stop or [signal.SIGTERM])[0])
+        if is_last:
             break
-        if asked_to_stop():
-            save()
-            bar.close()
-            how = '--resume --overwrite=False' if s.overwrite else '--resume'
-            machine.say(f'stopped at step {it:,}; to continue, run the same command with {how}')
-            machine.close()
-            sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
-        # one step; if the run's length is in epochs, schedules follow the windows read, not the steps
-        progress = it if s.max_iters else data.seen / data.unit
-        lr = learning_rate(progress, s, schedule_steps)
+        # one step
+        lr = learning_rate(it, s, last_step)
         set_rate(optimizer, lr)
         scheduled = dict(lr=lr)
         if hasattr(model, 'set_dropout'):
-            scheduled['dropout'] = dropout_rate(progress, s, schedule_steps, model.config.dropout)
+            scheduled['dropout'] = dropout_rate(it, s, last_step, model.config.dropout)
         if s.dropout_schedule != 'constant':
             model.set_dropout(scheduled['dropout'])
+        starts = data.next_starts()
         if s.memory:
-            part, begins = data.next_set()
-            if begins:                                   # no text came before
-                memories[part] = [[] for _ in range(s.gradient_accumulation_steps)]
-            memory = memories[part]
-        mean, norm = step(data.next_starts())
-        health += 0 * (mean['loss'] + norm)  # 0 * inf and 0 * nan are nan; this does not wait for the device
+            if starts[0] < data.stride:                  # the text begins: nothing came before
+                memory = [[] for _ in range(s.gradient_accumulation_steps)]
+            mean, norm = step(starts, memory)
+        else:
+            mean, norm = step(starts)
         it += 1
         tokens += data.rows * data.T
+        bar.update()
 
         # log
-        if due(s.log_interval):
-            check_health(weights=False)
-            values = {name: machine.sum(v.clone()).item() / machine.world for name, v in mean.items()}
+        if it % s.log_interval == 0 or it >= last_step:
+            check_finite(mean, norm, it, out)
+            values = {name: machine.sum(value.clone()).item() / machine.world
+                      for name, value in mean.items()}
             rate = tokens / (time.perf_counter() - clock)
             tokens, clock = 0, time.perf_counter()
-            folder.log(it, **values, **scheduled, grad_norm=norm.item(), tokens_per_s=round(rate),
-                       epoch=data.epoch, windows=data.seen, words=round(data.words))
-            bar.set_postfix_str(f"loss {values['loss']:.3f}, {short(rate)} {data.noun}/s")
-            if bar.disable and due(10 * s.log_interval):         # no terminal: a line now and then
-                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {short(rate)} {data.noun}/s")
-        slack = data.words / it if it >= last_step else 0        # one step: the last may not be full
+            write_log(log, it, began, **values, **scheduled, grad_norm=norm.item(),
+                      tokens_per_s=round(rate), epoch=data.epoch, windows=data.seen,
+                      words=round(data.words))
+            bar.set_postfix_str(f"loss {values['loss']:.3f}, {human(rate)} {data.noun}/s")
+            if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
+                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {human(rate)} {data.noun}/s")
+        slack = data.words / it if it >= last_step else 0        # the last step may not be full
         while pending and data.words + slack >= pending[0]:
-            save(f'ckpt_{short(pending.pop(0))}.pt', resumable=False)
-        bar.update()
+            check_finite(mean, norm, it, out)
+            save(out / f'ckpt_{human(pending.pop(0))}.pt', it, model, data, s, machine)
     bar.close()
-    if pending and left > 0:            # else it was said when the run ended
-        machine.say(f'note      the run ends at {short(data.words)} words: there is no checkpoint '
-                    f"for {', '.join(map(short, pending))}")
     if last_step and s.sample_tokens:
-        show_sample(model, s, corpus, machine)
+        show_sample(model, data, s, machine)
     else:
-        machine.say(f'saved     {s.out_dir}/ckpt.pt')
+        machine.say(f'saved     {out}/ckpt.pt')
     machine.close()
+
+
+def catch_signals():
+    """-> a list that fills with signals: the loop saves and stops. A second one ends it at once."""
+    caught = []
+
+    def catch(number, _):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, catch)
+    signal.signal(signal.SIGTERM, catch)
+    return caught
+
+
+def asked_to_stop(stop, it, s, machine):
+    """Several processes must agree: they ask each other only where they wait anyway."""
+    if machine.world > 1 and it % s.log_interval:
+        return False
+    return any(machine.gather(stop))
+
+
+def check_finite(mean, norm, it, out):
+    if norm is not None and not math.isfinite(mean['loss'] + norm):
+        raise UserError(f'the loss or its gradient is not finite at step {it}; {out}/ckpt.pt, if '
+                        'there is one, is good: try a lower learning_rate')
+
+
+def open_log(out, ckpt, s):
+    """log.jsonl, without the lines that a killed run wrote after its last checkpoint."""
+    out.mkdir(parents=True, exist_ok=True)
+    if not ckpt:
+        for old in out.glob('ckpt*.pt'):                 # there are some only with --overwrite
+            old.unlink()
+    log = open(out / 'log.jsonl', 'a', encoding='utf-8')
+    log.truncate(ckpt['log_bytes'] if ckpt else 0)
+    log.seek(0, os.SEEK_END)
+    return log
+
+
+def write_log(log, it, began, **record):
+    seconds = round(time.monotonic() - began, 3)
+    log.write(json.dumps(dict(iter=it, seconds=seconds, **record), default=str) + '\n')
+    log.flush()
 
 
 if __name__ == '__main__':

@@ -1,24 +1,25 @@
-"""The machine a script runs on: device, precision, torchrun's processes, CUDA graphs."""
+"""The machine a script runs on: device, precision, processes, CUDA graphs, compilation."""
 
-import errno
+import copy
 import math
 import os
-import sys
-from datetime import timedelta
+import types
+import warnings
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from plumbing.cli import UserError
+from plumbing.shard import blocks
 
 
 class Machine:
     """The device and precision of this process, and its place among the processes of the run."""
 
     def __init__(self, device='auto', dtype='auto'):
-        if torch.__version__ < (2, 10) or sys.version_info < (3, 11):
-            raise UserError(f'torch>=2.10 and Python>=3.11 are needed; torch is {torch.__version__}')
+        if torch.__version__ < (2, 10):
+            raise UserError(f'torch>=2.10 is needed; this is {torch.__version__}')
         self.rank = int(os.environ.get('RANK', 0))
         self.world = int(os.environ.get('WORLD_SIZE', 1))
         self.device = find_device(device)
@@ -27,37 +28,23 @@ class Machine:
         if dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
         if dtype == 'auto':                              # a T4 or V100 has no bfloat16
-            known = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
-            dtype = 'bfloat16' if known else 'float32'
+            has_it = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
+            dtype = 'bfloat16' if has_it else 'float32'
         self.dtype = getattr(torch, dtype)
         if self.cuda:
             torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot record a CUDA graph
+            torch.cuda.set_stream(torch.cuda.Stream())   # the default one cannot record graphs
             torch.set_float32_matmul_precision('high')
         if self.world > 1:
-            backend = 'nccl' if self.cuda else 'gloo'
-            dist.init_process_group(backend, timeout=timedelta(minutes=10))  # for one that hangs
+            dist.init_process_group('nccl' if self.cuda else 'gloo')
 
     def say(self, text):
         """Print on the first process, above the progress bar."""
-        if self.rank > 0:
-            return
-        try:
+        if self.rank == 0:
             tqdm.write(text)
-        except OSError as e:
-            if e.errno != errno.EIO:                     # closed terminal: train.py still saves
-                raise
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def memory(self):
-        """Bytes, of the GPU or the computer."""
-        if self.cuda:
-            return torch.cuda.mem_get_info()[1]
-        if not hasattr(os, 'sysconf'):                   # Windows
-            return math.inf
-        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
     def sum(self, x):
         """Over all processes."""
@@ -65,26 +52,15 @@ class Machine:
             dist.all_reduce(x)
         return x
 
-    def wait(self):
-        """Until all processes are here. Without item(), only the GPUs would wait for each other."""
-        self.sum(torch.zeros(1, device=self.device)).item()
-
     def gather(self, item):
-        """Every process's item, in a list, on every process. Keep it small: GPUs pass it on."""
+        """Every process's item, in a list, on every process."""
         items = [item] * self.world
         if self.world > 1:
             dist.all_gather_object(items, item)
         return items
 
-    def fail_all(self, text):
-        """All processes end, and the first says why."""
-        if self.rank == 0:
-            raise UserError(text)
-        raise SystemExit(2)
-
     def close(self):
-        """All processes end together. If one ends early, torchrun ends the others, or gloo's threads crash.
-        (Not with wait(), which can hang: gloo frees its tensor in a thread that waits for Python's lock.)"""
+        """All processes end together: if one ends early, torchrun ends the others."""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -102,33 +78,32 @@ def find_device(kind):
     if kind == 'auto':
         has_mps = torch.backends.mps.is_available() and 'RANK' not in os.environ     # gloo lacks it
         kind = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
-    if kind not in ('cuda', 'mps', 'cpu'):
-        raise UserError(f"device '{kind}' is unknown; it can be auto, cuda, mps or cpu "
-                        '(to choose one of several GPUs, set CUDA_VISIBLE_DEVICES)')
     index = int(os.environ.get('LOCAL_RANK', 0)) if kind == 'cuda' else None
-    device = torch.device(kind, index)
     try:
+        device = torch.device(kind, index)
         torch.zeros(1, device=device)
-    except Exception as e:
-        reason = str(e).partition('\n')[0][:100]
-        raise UserError(f'device {device} does not work ({reason}); see --device') from None
+    except Exception as error:
+        reason = str(error).partition('\n')[0][:100]
+        raise UserError(f'device {kind} does not work ({reason}); see --device') from None
     return device
 
 
-class Replay:
-    """A training step fn(*tensors) as one CUDA graph. A small model spends most of a step waiting for the
-    host to launch some thousand kernels one by one; a graph launches them as a whole.
+# ---- A step as a CUDA graph ----------------------------------------------------------------------
 
-    The fourth call with the same shapes records the kernels, later calls replay them. Python runs only
-    before and while recording, so what changes between calls must live in tensors that stay: inputs,
-    weights, the optimiser's state and learning rate. The results are the same tensors every time: read
-    them before the next call. Where a graph is not wanted or not possible, this is just fn."""
+class CUDAGraphStep:
+    """A training step fn(*tensors) as one CUDA graph. A small model spends most of a step waiting
+    for the host to launch some thousand kernels one by one; a graph launches them all at once.
+
+    The fourth call with the same shapes records the kernels, later calls replay them. Python runs
+    only before and while recording, so what changes between calls must live in tensors that stay:
+    inputs, weights, the optimiser's state and learning rate. The results are the same tensors every
+    time: read them before the next call. Where a graph is not possible, this is just fn."""
 
     def __init__(self, fn, machine, wanted=True):
         self.fn = fn
         self.device = machine.device
         self.calls = {}                                  # {shapes: plain calls so far}
-        self.found = {}                                  # {shapes: what was recorded}
+        self.graphs = {}                                 # {shapes: what was recorded}
         self.plain_calls = 3 if wanted and machine.cuda and machine.world == 1 else math.inf
         self.pool = None                        # the graphs of all shapes share their memory
 
@@ -138,11 +113,11 @@ class Replay:
         self.calls[shapes] = calls + 1
         if calls == self.plain_calls:
             self.record(shapes, inputs)
-        if shapes not in self.found:    # the first calls compile, and allocate AdamW's state
+        if shapes not in self.graphs:   # the first calls compile, and allocate AdamW's state
             return self.fn(*inputs)
-        graph, held, result = self.found[shapes]
-        for mine, new in zip(held, inputs):
-            mine.copy_(new)
+        graph, held, result = self.graphs[shapes]
+        for ours, new in zip(held, inputs):
+            ours.copy_(new)
         graph.replay()
         return result
 
@@ -154,13 +129,78 @@ class Replay:
             with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream()):
                 result = self.fn(*held)                  # recorded, not computed yet
             self.pool = graph.pool()
-            self.found[shapes] = (graph, held, result)
+            self.graphs[shapes] = (graph, held, result)
         except RuntimeError as e:                        # such as a model that reads a number back
             reason = str(e.__context__ or e).partition('\n')[0]
             tqdm.write(f'graph     not possible, plain steps instead ({reason})')
-            self.found = {}
+            self.graphs = {}
             self.plain_calls = math.inf
             # The random generator still belongs to the graph. Give it a state of its own.
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
             torch.cuda.set_rng_state(random)
+
+
+# ---- torch.compile, one layer class at a time ----------------------------------------------------
+
+# These cost more than they save here. The fused gradients of norms were four times as slow, the
+# one-pass softmax twice. Autotuning compiles and times variants of small kernels, to no effect.
+SLOW_OPTIONS = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise'}
+# A router turns autocast off. Torch caches what it compiles of such a graph only if told to.
+CACHEABLE = {'torch.amp.autocast_mode._enter_autocast': '1',
+             'torch.amp.autocast_mode._exit_autocast': '1'}
+
+
+def compile_model(model, as_one_graph=False):
+    """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
+    what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
+    As a whole it compiles for longer, and a step is up to 5% faster (docs/speed.md).
+    A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
+    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
+    from torch._functorch import config as functorch     # torch imports it late
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    options = dict.fromkeys(SLOW_OPTIONS & {*torch._inductor.list_options()}, False)
+    options['unsafe_marked_cacheable_functions'] = CACHEABLE
+    if model.config.vocab_size % 8 == 0:             # padded products are timed first: a slow start
+        options['shape_padding'] = False             # (with 50,257 tokens they bring GPT-2 80%)
+    if 'inductor_choices_class' in torch._inductor.list_options():
+        options['inductor_choices_class'] = full_rows
+    compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
+    # Also what a part keeps, such as a router's loss: a tensor with its graph cannot be copied.
+    kept = [value for part in model.modules() for value in vars(part).values()]
+    tensors = (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, kept))
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    is_layer = lambda block: type(block).__name__.endswith(('Block', 'Layer'))
+    layers = [] if as_one_graph else filter(is_layer, blocks(twin))
+    forwards = {}
+    for layer in layers:
+        kind = type(layer)
+        if kind not in forwards:
+            forwards[kind] = untraced(compiled(kind.forward))
+        layer.forward = types.MethodType(forwards[kind], layer)
+    return compiled(twin.train())
+
+
+def untraced(compiled):
+    """Keep callers from tracing into it. (disable(compiled) would turn off its compilation.)"""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+
+def full_rows():
+    """Torch's choices, but for one: a kernel that adds up rows of up to 1,024 numbers holds the
+    full row. Otherwise it may store a row in parts and read it back before all threads have stored
+    theirs (triton-lang/triton#10924). That ruined gradients of arena/dense.py's experts."""
+    from torch._inductor.choices import InductorChoices, V
+
+    class FullRows(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction):
+            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 1024)
+            across = 'OUTER' in str(features.get_reduction_hint())
+            return usual or bool(is_short) and not across and not cooperative_reduction
+
+        def uuid(self):
+            return 'full rows'                          # for the key of torch's cache
+
+    return FullRows()

@@ -3,8 +3,8 @@ Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networ
 
 A matrix moves by its momentum with all singular values set to about 1, so that every direction is
 learned at the same pace. Unlike torch.optim.Muon, this one updates all matrices of the same shape,
-and all experts of a stack, as one batch, and accepts a tensor as learning rate, so that a CUDA graph
-can replay the step. Embeddings, heads, routers, adapters and vectors stay with AdamW.
+and all experts of a stack, as one batch, and accepts a tensor as learning rate, so that a CUDA
+graph can replay the step. Embeddings, heads, routers, adapters and vectors stay with AdamW.
 """
 
 import math
@@ -13,14 +13,16 @@ import torch
 
 MOMENTUM = 0.95
 QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
-BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}  # tables, or stored (in, out)
+# Tables, or stored as (in, out).
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}
 
 
 def split_groups(groups, model, rate):
     """AdamW's groups, without what Muon takes, and Muon's: `rate` times as fast as the others."""
     names = {p: name for name, p in model.named_parameters()}
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    hidden = [p for p in groups[0]['params'] if p not in tables and not BY_ADAMW & {*names[p].split('.')}]
+    is_hidden = lambda p: p not in tables and not BY_ADAMW & {*names[p].split('.')}
+    hidden = [p for p in groups[0]['params'] if is_hidden(p)]
     taken = {*hidden}
     groups[0]['params'] = [p for p in groups[0]['params'] if p not in taken]
     return [*groups, dict(groups[0], params=hidden, muon=rate)]
@@ -67,7 +69,7 @@ def update_scale(shape):
 
 def orthogonal(x, steps=5):
     """Roughly U V^T of each matrix x = U S V^T: Newton-Schulz brings the singular values to about
-    0.7 to 1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU, where that is fast."""
+    0.7 to 1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU: that is fast."""
     a, b, c = QUINTIC
     is_tall = x.size(-2) > x.size(-1)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0

@@ -1,32 +1,28 @@
 """
-Tokenizers: the kinds there are, the files they travel in, and a BPE trainer.
+Tokenizers: the kinds there are, and the files they travel in.
 
-The tokenizer of a data set lies in its folder: meta.json names kind, hash and size, another file
-holds the vocabulary. A run's folder has a copy of both.
+The tokenizer of a data set lies in its folder: meta.json names its kind, hash and size, another
+file holds the vocabulary. A run's folder has a copy of both.
 """
 
 import base64
-import difflib
 import hashlib
-import heapq
 import json
 import re
 import unicodedata
-from collections import defaultdict
 from pathlib import Path
 
 import regex                    # GPT-2's pattern needs \p{L}, which re lacks; tiktoken brings it
 import tiktoken
 
-from plumbing.cli import UserError, new_file, parse_json
-from plumbing.download import NAMED
-from plumbing.toy import TOYS
+from plumbing.cli import UserError, new_file, reading
 
 EOT = '<|endoftext|>'
 # GPT-2's pattern
-PATTERN = regex.compile(r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
-# tiktoken's stack overflows in a million spaces, so it gets a text in parts, cut in front of a space:
-# there a pre-token ends, and the ids are those of the whole. A longer run is cut wherever it may be.
+PATTERN = regex.compile(
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+# tiktoken's stack overflows in a million spaces. So a text is encoded in parts, cut in front of a
+# space, where a pre-token ends: the ids stay the same. A run without spaces is cut anywhere.
 PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
 # A sentence ends after a line, or after . ! ? and closing quotes; spaces in between begin the next.
 SENTENCES = re.compile(r'''(?s).+?(?:\n|[.!?]["'”’)\]]*(?=[^\S\n]+\S)|\Z)''')
@@ -36,9 +32,12 @@ GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 # ---- The kinds. Each is made from `blob`, the content of the file that travels with the data ----
 
 class Tokenizer:
-    """encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document. `pad` is
-    read but never predicted: it fills up a chunk, or is the pause. `order` is that of the merges, if ids
-    do not give it (neox): it goes into the hash."""
+    """
+    encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document.
+    pad: an id that is read but never predicted: it fills up a chunk, or is the pause.
+    order: the tokens in the order of their merges, where ids do not give it (neox).
+    extra: what else meta.json must say to build the tokenizer again.
+    """
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
                  pad=-1, **extra):
@@ -51,10 +50,10 @@ class Tokenizer:
         self.pauses = [pad] * extra.get('pauses', 0)     # they follow the first line of a text
         self.file = file
         self.blob = blob
-        self.extra = extra                       # what meta.json must say besides, to make it again
+        self.extra = extra
         self.n_vocab = len(token_bytes)
         if self.n_vocab > 65536:
-            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16: 65,536 is the most')
+            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16: at most 65,536')
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -62,7 +61,7 @@ class Tokenizer:
         return [i for ids in self.encode_parts(text) for i in ids]
 
     def encode_parts(self, text):
-        """The ids of a text, part by part: it may have 64 MB."""
+        """The ids of a text, part by part."""
         first = text.find('\n') + 1 if self.pauses else 0    # characters of the first line
         yield from map(self.encode_part, PARTS.findall(text[:first]))
         if first:
@@ -71,8 +70,8 @@ class Tokenizer:
 
     def decode(self, ids, end=b''):
         """Text, with `end` where a document ends."""
-        known = [i for i in ids if i < self.n_vocab]     # a model may have more
-        parts = [end if i == self.eot else self.token_bytes[i] for i in known]
+        ids = [i for i in ids if i < self.n_vocab]       # a model's vocabulary may be padded
+        parts = [end if i == self.eot else self.token_bytes[i] for i in ids]
         return b''.join(parts).decode('utf-8', errors='replace')
 
     def show(self, ids):
@@ -86,59 +85,43 @@ def ranks_blob(vocab):
 
 def rank_tokenizer(blob):
     """bpe and gpt2: tiktoken's ranks ("base64 rank" lines), GPT-2's pattern, end-of-text last."""
-    try:
-        lines = map(bytes.split, blob.splitlines())
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        vocab = sorted(ranks, key=ranks.get)
-        in_order = sorted(ranks.values()) == list(range(len(vocab)))
-        whole = in_order and all(bytes([b]) in ranks for b in range(256))
-    except ValueError:
-        whole = False
-    if not whole:
-        raise UserError('broken ranks file: "base64 rank" lines are needed, '
-                        'for all ranks from 0 and with all 256 bytes')
+    lines = map(bytes.split, blob.splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    vocab = sorted(ranks, key=ranks.get)
     eot = len(vocab)
+    if list(map(ranks.get, vocab)) != list(range(eot)):
+        raise UserError(f'the ranks do not run from 0 to {eot - 1:,}')
     bpe = tiktoken.Encoding('bpe', pat_str=PATTERN.pattern, mergeable_ranks=ranks,
                             special_tokens={EOT: eot})
-    made = Tokenizer('bpe', bpe.encode_ordinary, vocab + [b''], eot,
-                     'tokenizer.tiktoken', ranks_blob(vocab))
-    made.kind = 'gpt2' if made.hash == GPT2_HASH else 'bpe'  # whether it came by name or by path
-    return made
+    tokenizer = Tokenizer('bpe', bpe.encode_ordinary, vocab + [b''], eot,
+                          'tokenizer.tiktoken', ranks_blob(vocab))
+    if tokenizer.hash == GPT2_HASH:
+        tokenizer.kind = 'gpt2'
+    return tokenizer
 
 
 def neox_tokenizer(blob):
     """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
-    try:
-        spec = parse_json(blob)
-        model, pre = spec['model'], spec['pre_tokenizer']
-        normal = (spec.get('normalizer') or {}).get('type')
-        kinds = model['type'], pre['type'], pre['add_prefix_space'], normal or 'NFC'
-        if kinds != ('BPE', 'ByteLevel', False, 'NFC'):
-            raise ValueError(f'it has {kinds}')
-        special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
-        added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
-        eot = special[EOT]
-        byte = byte_letters()
-        raw = lambda token: bytes(byte[letter] for letter in token)
-        ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
-        merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
-        # tiktoken's ranks are the order of merging; ids need not follow it and are looked up later.
-        single = [token for token in ids if len(token) == 1]
-        order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
-        ranks = {token: i for i, token in enumerate(order)}
-        to_id = [ids[token] for token in order]
-        longest_first = sorted(added, key=len, reverse=True)
-        runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
-        token_of = {i: token for token, i in ids.items()}
-        token_of |= {i: content.encode() for content, i in added.items()}
-        numbers = [*token_of, *special.values()]
-        found = {0xC0, 0xC1, *range(0xF5, 256), *b''.join(single)}   # UTF-8 has no use for the first 13
-        if len(found) < 256 or not all(is_number(i, 0, 65535) for i in numbers):
-            raise ValueError('it lacks bytes, or ids from 0 to 65,535')
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f'tokenizer.json: a byte-level BPE with {EOT}, as GPT-NeoX has it, '
-                        f'is needed ({error!r})')
-    bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, mergeable_ranks=ranks, special_tokens={})
+    spec = json.loads(blob)
+    model, pre = spec['model'], spec['pre_tokenizer']
+    normal = spec.get('normalizer') and spec['normalizer']['type']
+    kinds = model['type'], pre['type'], pre.get('add_prefix_space'), normal or 'NFC'
+    if kinds != ('BPE', 'ByteLevel', False, 'NFC'):
+        raise UserError(f'a tokenizer.json must be a byte-level BPE like GPT-NeoX, not {kinds}')
+    special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
+    added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
+    byte = byte_letters()
+    raw = lambda token: bytes(byte[letter] for letter in token)
+    ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
+    merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
+    # tiktoken's ranks are the order of merging; ids need not follow it and are looked up later.
+    single = [token for token in ids if len(token) == 1]
+    order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
+    to_id = [ids[token] for token in order]
+    bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, special_tokens={},
+                            mergeable_ranks={token: rank for rank, token in enumerate(order)})
+    longest_first = sorted(added, key=len, reverse=True)
+    runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
 
     def encode(text):
         out = []
@@ -148,8 +131,11 @@ def neox_tokenizer(blob):
             else:
                 out += [to_id[rank] for rank in bpe.encode_ordinary(piece)]
         return out
-    token_bytes = [token_of.get(i, b'') for i in range(1 + max(numbers))]
-    return Tokenizer('neox', encode, token_bytes, eot, 'tokenizer.json', blob, order)
+    token_of = {i: token for token, i in ids.items()}
+    token_of |= {i: content.encode() for content, i in added.items()}
+    n_vocab = 1 + max(*token_of, *special.values())
+    token_bytes = [token_of.get(i, b'') for i in range(n_vocab)]
+    return Tokenizer('neox', encode, token_bytes, special[EOT], 'tokenizer.json', blob, order)
 
 
 def byte_letters():
@@ -160,8 +146,8 @@ def byte_letters():
 
 
 def in_slots(symbols, limit, end_of_chunk):
-    """Symbols as a chunk of limit + 1 slots: they, end-of-chunk, padding. More than `limit` become
-    several chunks. Padding's id is that of end-of-chunk + 2; between them is end-of-text."""
+    """Symbols as a chunk of limit + 1 slots: they, end-of-chunk, padding; more than `limit` as
+    several chunks. The ids of end-of-chunk, end-of-text and padding follow each other."""
     slots = []
     for i in range(0, len(symbols), limit):
         part = symbols[i:i + limit]
@@ -176,8 +162,8 @@ def chunk_tokenizer(base, byte_limit):
     encode = lambda text: [symbol for token in base.encode(text) for symbol in table[token]]
     symbol_bytes = [bytes([b]) for b in range(256)] + [b''] * 3
     return Tokenizer('chunks', encode, symbol_bytes, 257, base.file, base.blob,
-                     end=[257] + [258] * byte_limit, pad=258, base=base.kind, base_hash=base.hash,
-                     byte_limit=byte_limit)
+                     end=[257] + [258] * byte_limit, pad=258,
+                     base=base.kind, base_hash=base.hash, byte_limit=byte_limit)
 
 
 def sentence_tokenizer(base, token_limit):
@@ -189,19 +175,22 @@ def sentence_tokenizer(base, token_limit):
         sentences = map(base.encode, SENTENCES.findall(text))
         return [symbol for ids in sentences for symbol in in_slots(ids, token_limit, end_of_chunk)]
     return Tokenizer('sentences', encode, base.token_bytes + [b''] * 3, eot, base.file, base.blob,
-                     end=[eot] + [pad] * token_limit, pad=pad, base=base.kind, base_hash=base.hash,
-                     token_limit=token_limit)
+                     end=[eot] + [pad] * token_limit, pad=pad,
+                     base=base.kind, base_hash=base.hash, token_limit=token_limit)
 
 
 def pause_tokenizer(base, pauses):
-    """`base`, and a token to think at, the pause: `pauses` of them follow the first line of a text."""
-    return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot, base.file, base.blob,
-                     pad=base.n_vocab, base=base.kind, base_hash=base.hash, pauses=pauses)
+    """`base` and a token to think at, the pause: `pauses` of them follow a text's first line."""
+    return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot,
+                     base.file, base.blob, pad=base.n_vocab,
+                     base=base.kind, base_hash=base.hash, pauses=pauses)
 
 
-# What is made from another tokenizer and a number: how, and that number's name in meta.json
-WRAPPERS = dict(chunks=(chunk_tokenizer, 'byte_limit'), sentences=(sentence_tokenizer, 'token_limit'),
-                pauses=(pause_tokenizer, 'pauses'))
+# Tokenizers made from another one and a number: how, and that number's name in meta.json
+WRAPPERS = dict(
+    chunks=(chunk_tokenizer, 'byte_limit'),
+    sentences=(sentence_tokenizer, 'token_limit'),
+    pauses=(pause_tokenizer, 'pauses'))
 
 
 def wrap_tokenizer(base, kind, number):
@@ -220,163 +209,57 @@ def build_tokenizer(kind, blob=b''):
 def choose_tokenizer(name):
     """What --tokenizer may say: gpt2, bytes, a ranks file, a tokenizer.json or a data set."""
     path = Path(name)
+    if name == 'bytes':
+        return build_tokenizer('bytes')
     if name == 'gpt2':
         try:
             ranks = tiktoken.get_encoding('gpt2')._mergeable_ranks
-        except Exception as error:               # whatever tiktoken's own download meets
+        except Exception as error:                       # whatever its download meets
             raise UserError(f"tiktoken could not download GPT-2's ranks ({type(error).__name__}); "
                             'give them as a file: --tokenizer path/to/gpt2.tiktoken')
         return rank_tokenizer(ranks_blob(sorted(ranks, key=ranks.get)))
-    if name == 'bytes':
-        return build_tokenizer('bytes')
     if path.is_dir():
         return load_tokenizer(path)
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, such as data/toy_stories')
-    return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', read_small(path))
+    with reading(path):
+        return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
 # ---- Their files --------------------------------------------------------------------------------
 
-FILES = dict(bpe='tokenizer.tiktoken', gpt2='tokenizer.tiktoken', neox='tokenizer.json', bytes=None)
-
-
-def is_number(value, least, most):
-    return type(value) is int and least <= value <= most
-
-
-def read_small(path):
-    if path.stat().st_size > 2 ** 24:
-        raise UserError(f'{path} is larger than 16 MB: no tokenizer of up to 65,536 tokens is')
-    return path.read_bytes()
-
-
 def load_meta(folder):
-    """meta.json of a data set or a run. Every entry that is read anywhere is checked here."""
+    """meta.json of a data set, or of a run folder that holds a copy of it."""
     path = Path(folder) / 'meta.json'
-    if not path.is_file():                               # a FIFO would wait forever
-        raise UserError(f'{path} is missing; {how_to_make(Path(folder))}')
-    try:
-        meta = parse_json(read_small(path))
-        spec = meta['tokenizer']
-        splits = [meta['splits']['train'], meta['splits']['val']]
-        kind = spec['kind']
-        number = 1
-        if kind in WRAPPERS:
-            number = spec[WRAPPERS[kind][1]]
-            kind = spec['base']
-        numbers = [                                      # value, the least it may be, the most
-            (spec['vocab_size'], 1, 65536),
-            (spec['eot'], 0, spec['vocab_size'] - 1),
-            (number, 1, 255),
-            *((split[what], 0, 2 ** 48) for split in splits for what in ('tokens', 'words'))]
-        right_file = spec['file'] == FILES[kind]         # no other path is ever read or written
-        whole = right_file and isinstance(spec['hash'], str) and all(is_number(*row) for row in numbers)
-    except (ValueError, LookupError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f'{path} is broken; copy it from the data set, or make that again with prepare.py')
-    return meta
-
-
-def how_to_make(folder):
-    """What to do about a data set that is not there."""
-    meta = Path('data', folder, 'meta.json')
-    if meta.exists():
-        return f'did you mean {meta.parent.as_posix()}?'
-    if (folder / 'ckpt.pt').exists():
-        return 'copy it from the data set that the run was trained on'
-    name = folder.name
-    if name in ('toy_blimp', 'toy_glue', 'blimp') and folder.is_dir():
-        return f'{name} is for eval_blimp.py or finetune.py, not to train on'
-    base, _, form = name.partition('_')
-    if name in TOYS:
-        return 'make the data set with: python prepare.py toy'
-    if base in NAMED:
-        options = f' --name {name}, and the options that the config names' if form else ''
-        return f'make the data set with: python prepare.py {base}{options}'
-    others = [path.parent.name for path in folder.parent.glob('*/meta.json')]
-    near = difflib.get_close_matches(name, [*TOYS, *others], 1, 0.8)
-    hint = f"did you mean '{near[0]}'? If not, " if near else ''
-    return f'{hint}make the data set with: python prepare.py text --name {name} --input FILES'
+    if not path.exists():
+        name = path.parent.name
+        command = f'{name}, or: python prepare.py text --name {name} --input FILES'
+        if name.startswith('toy_'):
+            command = 'toy'
+        raise UserError(f'{path} is missing; make the data set with: python prepare.py {command}')
+    with reading(path):
+        return json.loads(path.read_text(encoding='utf-8'))
 
 
 def load_tokenizer(folder):
     """The tokenizer of a data set, or of a run folder that holds a copy of it."""
-    spec = load_meta(folder)['tokenizer']
-    path = Path(folder) / (spec['file'] or 'meta.json')
-    if not path.is_file():
-        raise UserError(f'{path} is missing; copy it from the data set, or make that again with prepare.py')
-    kind = spec['kind']
-    tokenizer = build_tokenizer(spec.get('base', kind), read_small(path))
-    if kind in WRAPPERS:
-        tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
-    if (tokenizer.hash, tokenizer.n_vocab) != (spec['hash'], spec['vocab_size']):
-        raise UserError(f'{path} is not the tokenizer that meta.json describes; make the data set again')
+    path = Path(folder) / 'meta.json'
+    with reading(path):
+        spec = load_meta(folder)['tokenizer']
+        kind = spec['kind']
+        path = Path(folder) / (spec['file'] or 'meta.json')
+    with reading(path):
+        tokenizer = build_tokenizer(spec.get('base', kind), path.read_bytes())
+        if kind in WRAPPERS:
+            tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
+        if tokenizer.hash != spec['hash']:
+            raise UserError(f'{path} is not the tokenizer that meta.json describes')
     return tokenizer
 
 
 def copy_tokenizer(source, target):
     """From a data set's folder into a run's."""
-    for name in filter(None, ('meta.json', load_meta(source)['tokenizer']['file'])):
+    for name in filter(None, ['meta.json', load_tokenizer(source).file]):
         with new_file(Path(target) / name, 'wb') as file:
             file.write((Path(source) / name).read_bytes())
-
-
-# ---- The BPE trainer ----------------------------------------------------------------------------
-
-def train_bpe(counts, vocab_size):
-    """Byte-level BPE on {pre-token: count} -> the tokens in rank order, at most vocab_size - 1.
-    The most frequent pair is merged first; ties go to the smaller pair of ranks; a pair seen once
-    is not merged. A merge touches only words with the pair, and updates their pairs' counts."""
-    vocab = [bytes([b]) for b in range(256)]
-    rank = {token: i for i, token in enumerate(vocab)}
-    words = [list(word.encode('utf-8')[:256]) for word in counts]  # real ones have some 100 at most
-    weights = list(counts.values())
-    pairs = defaultdict(int)
-    where = defaultdict(list)                    # words that hold a pair, or held it once
-    for w, ids in enumerate(words):
-        for pair in zip(ids, ids[1:]):
-            pairs[pair] += weights[w]
-            where[pair].append(w)
-    heap = [(-n, pair) for pair, n in pairs.items()]  # counts that sank are corrected when popped
-    heapq.heapify(heap)
-    while heap and len(vocab) < vocab_size - 1:
-        n, pair = heapq.heappop(heap)
-        if -n != pairs[pair]:
-            heapq.heappush(heap, (-pairs[pair], pair))
-            continue
-        if -n < 2:
-            break
-        token = vocab[pair[0]] + vocab[pair[1]]
-        new = rank.setdefault(token, len(vocab))  # bytes that are a token already keep their rank
-        if new == len(vocab):
-            vocab.append(token)
-        grown = set()
-        for w in set(where.pop(pair)):
-            ids = words[w]
-            merged = merge(ids, *pair, new)
-            if len(merged) == len(ids):
-                continue
-            for p in zip(ids, ids[1:]):
-                pairs[p] -= weights[w]
-            for p in zip(merged, merged[1:]):
-                pairs[p] += weights[w]
-                if new in p:
-                    where[p].append(w)
-                    grown.add(p)
-            words[w] = merged
-        for p in grown:
-            heapq.heappush(heap, (-pairs[p], p))
-    return vocab
-
-
-def merge(ids, a, b, new):
-    out = []
-    for i in ids:
-        if i == b and out[-1:] == [a]:
-            out[-1] = new
-        else:
-            out.append(i)
-    return out

@@ -7,14 +7,15 @@ import re
 from itertools import product
 from pathlib import Path
 
-TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_pauses', 'toy_thoughts', 'toy_blimp',
-        'toy_glue')
+TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_pauses', 'toy_thoughts',
+        'toy_blimp', 'toy_glue')
 
 parser = configparser.ConfigParser(delimiters=':', interpolation=None)
 parser.read_string(Path(__file__).with_name('toy.ini').read_text(encoding='utf-8'))
 GRAMMAR = {}                                             # {section: {key: its alternatives}}
 for section in parser.sections():
-    GRAMMAR[section] = {key: re.split(r' \| |\n', text.strip()) for key, text in parser[section].items()}
+    lines = parser[section].items()
+    GRAMMAR[section] = {key: re.split(r' \| |\n', text.strip()) for key, text in lines}
 GIRLS, BOYS, WOMEN, MEN = GRAMMAR['people'].values()
 WORDS, LIVING, THINGS, PRONOUNS, SCENES, STORY = (
     GRAMMAR[name] for name in ('words', 'living', 'things', 'pronouns', 'scenes', 'story'))
@@ -128,7 +129,8 @@ def story(dice):
     if two_at_the_start:
         start = dice.shuffled([*start, seen.pop()])
     steps = [tell(step) for step in plot]
-    return ' '.join([*start, tell(STORY['looking']), *seen[:6], *steps, *seen[6:], tell(STORY['ending'])])
+    looking, ending = tell(STORY['looking']), tell(STORY['ending'])
+    return ' '.join([*start, looking, *seen[:6], *steps, *seen[6:], ending])
 
 
 def problem(dice):
@@ -144,12 +146,14 @@ def problem(dice):
     has = f'{name} has {a + b} {things}'
     question, *steps = dice.pick([
         (f'{name} has {a} {things}. {he} gets {b} more. {ask} now?', (a, '+', b)),
-        (f'{name} has {a} {things} and {other} has {b}. {many} do they have together?', (a, '+', b)),
+        (f'{name} has {a} {things} and {other} has {b}. {many} do they have together?',
+         (a, '+', b)),
         (f'{other} has {a} {things}. {name} has {c} more than {other}. {ask}?', (a, '+', c)),
         (f'{has}. {he} gives {a} of them to {other}. {ask} now?', (a + b, '-', a)),
         (f'{has} and {other} has {a}. How many more {things} does {name} have?', (a + b, '-', a)),
         (f'There are {c} {boxes} with {d} {things} in each. {many} are there?', (c, '*', d)),
-        (f'{name} has {c} {boxes} of {d} {things} and finds {b} more. {ask}?', (c, '*', d), (c * d, '+', b)),
+        (f'{name} has {c} {boxes} of {d} {things} and finds {b} more. {ask}?',
+         (c, '*', d), (c * d, '+', b)),
         (f'{has}. {he} loses {a} and then gets {c}. {ask} now?', (a + b, '-', a), (b, '+', c)),
         (f'{other} has {a} {things}. {name} has {c} times as many, and {b} more. {ask}?',
          (a, '*', c), (a * c, '+', b))])
@@ -166,8 +170,8 @@ STEMS = Dice('lingo').shuffled(map(''.join, product('zvkpmt', 'aiu', 'rlnv', 'ao
 
 def lingo(dice):
     """A made-up language: subject, object, verb. Subjects end in -o, objects in -u, and so do the
-    adjectives after them; both add -z if there are many. Verbs end in -ek, or in -ezek if the subject
-    is many. 'vai' at the end makes a question."""
+    adjectives after them; the plural adds -z. Verbs end in -ek, or in -ezek if the subject is in
+    the plural. 'vai' at the end makes a question."""
     nouns, adjectives, verbs = STEMS[:50], STEMS[50:70], STEMS[70:100]
 
     def phrase(noun, ending):
@@ -186,23 +190,25 @@ def lingo(dice):
 
 
 def minimal_pairs(kind, seen, length, n=200):
-    """Rows as BLiMP has them, of sentences not `seen`; good and bad have the same length in tokens."""
+    """Rows as BLiMP has them, of sentences not `seen`. Good and bad have equally many tokens."""
     terms = dict(d='determiner_noun_agreement', s='subject_verb_agreement', a='anaphor_agreement')
     dice = Dice(kind)
     rows = {}
     while len(rows) < n:
         good, bad = scene(dice, kind, dice.coin(), dice.pick(PLACES), test=True)
-        if good not in seen and length(good) == length(bad) and length(' ' + good) == length(' ' + bad):
+        same_length = all(length(start + good) == length(start + bad) for start in ('', ' '))
+        if good not in seen and same_length:
             rows.setdefault(good, dict(
-                sentence_good=good, sentence_bad=bad, field='morphology', linguistics_term=terms[kind[0]],
-                UID=kind, simple_LM_method=True, one_prefix_method=False, two_prefix_method=False,
-                lexically_identical=False, pairID=str(len(rows))))
+                sentence_good=good, sentence_bad=bad, field='morphology',
+                linguistics_term=terms[kind[0]], UID=kind, simple_LM_method=True,
+                one_prefix_method=False, two_prefix_method=False, lexically_identical=False,
+                pairID=str(len(rows))))
     return list(rows.values())
 
 
 def subject_rows(n):
-    """Rows of a classification task: is the sentence about men (label 0) or about women (1)? The others
-    in it are of the other sex, so that counting words does not help."""
+    """Rows of a classification task: is the sentence about men (label 0) or about women (1)? The
+    others in it are of the other sex, so that counting words does not help."""
     dice = Dice('toy_glue')
     rows = {}
     while len(rows) < n:

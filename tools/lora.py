@@ -4,9 +4,9 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
     add_lora(model, rank=8, alpha=16)    # every linear map is now W + alpha/rank * A B; only A, B train
     merge_lora(model)                    # the sums become the weights: a plain model again
 
-    python train.py config/moep.py --init_from=out/moep --surgery=lora.add_lora \
+    python train.py config/moep.py --init_from=out/moep --surgery=tools.lora.add_lora \
         --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
-    python train.py config/moep.py --init_from=out/moep_lora --surgery=lora.merge_lora \
+    python train.py config/moep.py --init_from=out/moep_lora --surgery=tools.lora.merge_lora \
         --max_iters=0 --out_dir=out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
@@ -129,7 +129,7 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
         module.lora = nn.ModuleDict(changes).train(module.training)
         module.__class__ = adapted_class(type(module), tuple(names))
     settings = dict(rank=rank, alpha=alpha, dropout=dropout, only=only, also=also)
-    model.adapted = [('lora.add_lora', settings)]        # how to rebuild the adapted model
+    model.adapted = [('tools.lora.add_lora', settings)]        # how to rebuild the adapted model
     return model
 
 

@@ -1,0 +1,70 @@
+"""What train.py prints before and after a run, and the first line of its log."""
+
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from plumbing.cli import human
+
+
+def show_plan(model, data, it, last_step, s, machine):
+    total, active = model.count_params()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = f', {trained / 1e6:.2f}M trained' if trained < total else ''
+    machine.say(f'model     {s.model}: {total / 1e6:.2f}M parameters, '
+                f'{active / 1e6:.2f}M active per token{part}')
+    for name, val in data.val.items():
+        begin, end, passes, _ = data.sets.get(name, (0, 0, 1, 0))
+        times = '' if passes == 1 else f', seen {passes:g} times per epoch'
+        machine.say(f'data      {name}: {human(end - begin)} {data.noun} to train on{times}, '
+                    f'{human(len(val))} for validation')
+    accumulated = f' x {s.gradient_accumulation_steps} accumulated' * (data.rows > s.batch_size)
+    processes = f' x {machine.world} processes' * (machine.world > 1)
+    machine.say(f'step      {s.batch_size} windows x {data.T} {data.noun}{accumulated}{processes} '
+                f'= {data.rows * data.T:,} {data.noun}')
+    windows = last_step * data.rows
+    machine.say(f'plan      {last_step:,} steps, {human(windows * data.T)} {data.noun}, '
+                f'{windows / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
+    machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+    if it:
+        left = '' if it < last_step else ': nothing is left to train'
+        machine.say(f'resume    from step {it:,}{left}')
+
+
+def describe(model, data, steps, s, machine):
+    """The first line of a run's log: what was run, and where."""
+    total, active = model.count_params()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    device = torch.cuda.get_device_name() if machine.cuda else str(machine.device)
+    return dict(
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), settings=asdict(s),
+        config=asdict(model.config), parameters=total, active=active, trained=trained, steps=steps,
+        tokens_per_step=data.rows * data.T, device=device, dtype=str(machine.dtype),
+        processes=machine.world, torch=torch.__version__, python=platform.python_version(),
+        date=time.strftime('%Y-%m-%d %H:%M:%S'))
+
+
+def show_sample(model, data, s, machine):
+    """A sample of text, and what to do next."""
+    model.eval()
+    start = torch.tensor([[data.tokenizer.eot]], device=machine.device)
+    with machine.autocast():
+        ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
+        is_routed = bool(model.routes(start))
+    machine.say(f'\nsample\n{data.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
+    run = shlex.quote(s.out_dir)
+    hints = {f'python sample.py {run}': 'more text'}
+    if is_routed:
+        hints = {f'python sample.py {run} --routes': 'more text, and the path each token took',
+                 f'python -m tools.explore {run}': 'a page: where tokens go, what a choice means'}
+    hints[f'python eval_blimp.py {run}'] = 'how many minimal pairs it gets right'
+    hints[f'python -m tools.compare {run}'] = 'a table; name more runs to compare them'
+    hints[f'python train.py --model={s.model} --help'] = 'every setting'
+    width = max(map(len, hints))
+    for command, what in hints.items():
+        machine.say(f'  {command:{width}}   # {what}')
