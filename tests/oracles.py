@@ -77,3 +77,35 @@ def same_routes(routes, gates):
         for gate_E, slow in zip(gate_BTE.flatten(0, 1), gates[name], strict=True):
             assert gate_E.nonzero().flatten().tolist() == sorted(slow), name
             assert all(abs(gate_E[e] - slow[e]) < 1e-12 for e in slow), name
+
+
+# ---- Generation ----------------------------------------------------------------------------------
+
+
+def slots(model):
+    """Symbols of a chunk; a token is a chunk of one."""
+    return getattr(model.config, 'byte_limit', 0) + 1
+
+
+def has_limit(model):
+    return not hasattr(model.config, 'query_block')      # ModuleFormer reads any length
+
+
+@torch.no_grad()
+def uncached(model, idx, n):
+    """The rule in plain words: read the window; when it is full, go on with its newer half. Byte-level: a
+    chunk at a time, beside a start; a chunk that has ended gets padding."""
+    L, V = slots(model), model.config.vocab_size
+    start = 1 if L > 1 else 0
+    limit = model.config.block_size // L if has_limit(model) else math.inf
+    first = max(0, idx.size(1) // L + start - limit)
+    for _ in range(n):
+        now = idx.size(1) // L
+        if now - first + start > limit:
+            first = now - limit // 2
+        new = model(idx[:, first * L:])[0][:, -1:].argmax(-1)
+        if L > 1:
+            ended = (idx[:, now * L:] >= V - 3).any(1, keepdim=True)
+            new = new.masked_fill(ended, V - 1)
+        idx = torch.cat((idx, new), 1)
+    return idx

@@ -69,7 +69,7 @@ def route(router, x, log):
     hidden = [torch.clamp(b @ x, min=0) for b in router.B.weight]
     score = [torch.exp(sum(a[i] * hidden[i] for i in range(len(hidden)))) for a in rows_of(router.A)]
     prob = [s / sum(score) for s in score]
-    best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.top_k]
+    best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.config.top_k]
     log.append((torch.stack(prob), {e: prob[e] for e in best}))
     return {e: prob[e] for e in best}
 

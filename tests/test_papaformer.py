@@ -307,7 +307,7 @@ def test_what_compose_takes_from_the_paths():
 
 @pytest.mark.parametrize('change, settings, words', [
     (dict(n_layer=2), {}, 'differ in n_layer'), (dict(n_embd=16), dict(connection='gumbel1'), 'share'),
-    ({}, dict(n_embd=16), 'follows from the paths')])
+    ({}, dict(n_embd=16), 'follow from the paths')])
 def test_compose_errors(change, settings, words):
     with pytest.raises((AssertionError, ValueError), match=words):
         compose([make_path(), make_path(**change)], **settings)

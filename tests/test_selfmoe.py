@@ -376,7 +376,7 @@ def test_params_by_hand():
 
 
 @pytest.mark.parametrize('wrong', [
-    dict(n_head=3), dict(n_kv_head=3), dict(gate='scalar', gate_layers=[0])], ids=str)
+    dict(n_head=3), dict(n_kv_head=3), dict(n_expert=2, top_k=3)], ids=str)
 def test_config_errors(wrong):
     with pytest.raises((AssertionError, ValueError)):
         SelfMoEConfig(**{**SMALL, **wrong})

@@ -14,13 +14,10 @@ import torch.nn.functional as F
 import plumbing.tokenizer as tokenizers
 import stlm
 from oracles import attention, compare, rms, swiglu
+from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
-
-try:
-    from train import as_tensor, score_batches, val_batches
-except ImportError:
-    from plumbing.data import as_tensor, score_batches, val_batches
+from train import as_tensor, score_batches, val_batches
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8,
              dropout=0.0)
@@ -304,7 +301,7 @@ def texts():
 def bases():
     """Tokenizers whose tokens become chunks: single bytes, and words far longer than a chunk."""
     words = Counter(w for text in texts() for w in tokenizers.PATTERN.findall(text))
-    vocabulary = tokenizers.train_bpe({word: 2 * n for word, n in words.items()}, 400)
+    vocabulary = train_bpe({word: 2 * n for word, n in words.items()}, 400)
     bpe = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
     assert max(map(len, bpe.token_bytes)) > 12
     return [tokenizers.choose_tokenizer('bytes'), bpe]
