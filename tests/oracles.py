@@ -1,10 +1,14 @@
-"""What the slow versions of the models have in common: parts of a LLaMA-style Transformer, written one
-vector at a time, and the comparison of a model with its slow version."""
+"""What the slow versions of the models have in common: parts of a LLaMA-style Transformer, written
+one vector at a time, and the comparison of a model with its slow version."""
 
 import math
 
 import torch
 import torch.nn.functional as F
+
+
+def tokens(B=2, T=6, seed=1, V=37):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 def rms(x, gain=1.0, eps=1e-6):
@@ -23,8 +27,8 @@ def turn(x, t):
 
 
 def attention(x, qkv, n_head, n_kv_head, positions=None, reads=lambda t: range(t + 1)):
-    """Of normed vectors -> the joined heads of each. n_head / n_kv_head query heads share a key and value
-    head; vector t, which stands at positions[t], reads the vectors in reads(t)."""
+    """Of normed vectors -> the joined heads of each. n_head / n_kv_head query heads share a key and
+    value head; vector t, which stands at positions[t], reads the vectors in reads(t)."""
     H, G = n_head, n_kv_head
     d = len(qkv) // (H + 2 * G)
     wq, wk, wv = qkv.split((H * d, G * d, G * d))
@@ -50,8 +54,8 @@ def swiglu(x, fc, down):
 
 
 def compare(model, x, y, logits, aux, weights, atol=1e-10):
-    """The model's logits, loss, auxiliary losses and every gradient of loss + sum of weight * aux, against
-    the slow logits and aux -> {name: the slow gradient}. Noise is drawn from seed 5."""
+    """The model's logits, loss, auxiliary losses and every gradient of loss + sum of weight * aux,
+    against the slow logits and aux -> {name: the slow gradient}. Noise is drawn from seed 5."""
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     objective = loss + sum(weight * aux[name] for name, weight in weights.items())
     names, parameters = zip(*model.named_parameters())
@@ -93,8 +97,8 @@ def has_limit(model):
 
 @torch.no_grad()
 def uncached(model, idx, n):
-    """The rule in plain words: read the window; when it is full, go on with its newer half. Byte-level: a
-    chunk at a time, beside a start; a chunk that has ended gets padding."""
+    """The rule in plain words: read the window; when it is full, go on with its newer half.
+    Byte-level: a chunk at a time, beside a start; a chunk that has ended gets padding."""
     L, V = slots(model), model.config.vocab_size
     start = 1 if L > 1 else 0
     limit = model.config.block_size // L if has_limit(model) else math.inf

@@ -1,9 +1,9 @@
-"""The contract that every model keeps (docs/extending.md), written once and run over all models: what a
-forward pass returns, causality, caches, batches, targets, routes, configs, initialisation, sampling."""
+"""The contract that every model keeps (docs/extending.md), written once and run over all models:
+what a forward pass returns, causality, caches, batches, targets, routes, configs, initialisation,
+sampling."""
 
 import importlib
 import json
-import math
 from dataclasses import asdict
 
 import pytest
@@ -15,19 +15,21 @@ from oracles import has_limit, slots, uncached
 MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth', 'arena.dense']
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
-MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3, top_k=2,
-            expert_hidden=24)
+MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
+            top_k=2, expert_hidden=24)
 PAPA = dict(SMALL, n_parallel=2, path_embd=[8, 8], path_head=[2, 1], path_ffn_hidden=[12, 20])
 POOLS = dict(SMALL, n_att=4, d_att=8, n_ffd=5, d_ffd=16, top_k=2, d_router=16, query_block=5)
 LLAMA = dict(SMALL, n_kv_head=1, ffn_hidden=12)
-BYTES = dict(LLAMA, vocab_size=9, block_size=16, byte_limit=3, byte_embd=8, byte_layer=1, byte_head=2)
+BYTES = dict(LLAMA, vocab_size=9, block_size=16, byte_limit=3, byte_embd=8, byte_layer=1,
+             byte_head=2)
 DEPTH = dict(LLAMA, n_layer=4, capacity=0.4)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
 
 # name: (module, settings, routes: {layer: choices})
 CASES = {
     'moep': ('moep', MOEP, {'shrink': 3, 'parallel.0': 4, 'parallel.1': 4, 'grow': 3}),
-    'moep_swiglu': ('moep', dict(MOEP, swiglu=True), {'shrink': 3, 'parallel.0': 4, 'parallel.1': 4, 'grow': 3}),
+    'moep_swiglu': ('moep', dict(MOEP, swiglu=True, n_parallel=1),
+                    {'shrink': 3, 'parallel.0': 4, 'grow': 3}),
     'gpt2': ('moep', dict(MOEP, n_parallel=0), {}),
     'papaformer': ('papaformer', PAPA, {}),
     'papaformer_unequal': ('papaformer', dict(PAPA, path_embd=[8, 4]), {}),
@@ -55,14 +57,16 @@ CASES = {
     'dense': ('arena.dense', SMALL, {}),
     'dense_routed': ('arena.dense', ROUTED, {'blocks.0': 5, 'blocks.1': 5}),
 }
-ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth', 'dense']
+ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth',
+            'dense']
 
 
 for idea in ('bias', 'hash', 'noisy', 'shared', 'sigmoid', 'zloss'):
     CASES[f'moep_{idea}'] = (f'arena.{idea}', dict(MOEP, n_parallel=1),
                              {'shrink': 3, 'parallel.0': 4, 'grow': 3})
 for idea in ('bias', 'noisy', 'sigmoid', 'zloss'):
-    CASES[f'moduleformer_{idea}'] = ('arena.moduleformer_routers', dict(POOLS, n_layer=1, router=idea),
+    settings = dict(POOLS, n_layer=1, router=idea)
+    CASES[f'moduleformer_{idea}'] = ('arena.moduleformer_routers', settings,
                                      {'blocks.0.att': 4, 'blocks.0.ffd': 5})
 ROUTERS = [name for name, (module, _, _) in CASES.items() if module not in MODELS]
 ALL = pytest.mark.parametrize('name', CASES)
@@ -76,7 +80,8 @@ def build(name, **changes):
 
 
 def make(name, scale=0.2, seed=0, dtype=torch.float64, **changes):
-    """In evaluation mode; gains, gates, routers, and what starts at zero are random, so that all matter."""
+    """In evaluation mode; gains, gates, routers, and what starts at zero are random, so that all
+    matter."""
     torch.manual_seed(seed)
     model = build(name, **changes).to(dtype).eval()
     with torch.no_grad():
@@ -121,7 +126,8 @@ def close(a, b, atol=1e-10):
 
 @ALL
 def test_returns(name):
-    """With targets no logits, without targets no loss; aux are finite scalars; features are states."""
+    """With targets no logits, without targets no loss; aux are finite scalars; features are
+    states."""
     model = make(name)
     x, y = pair(model)
     for training in (True, False):
@@ -151,7 +157,8 @@ def test_loss_is_the_mean_over_targets(name):
 
 @ALL
 def test_padding_changes_nothing(name):
-    """Two rows of different length, padded: losses and gradients are those of the rows by themselves."""
+    """Two rows of different length, padded: losses and gradients are those of the rows by
+    themselves."""
     model = make(name)
     L = slots(model)
     x, y = pair(model, B=2, T=3 * L if L > 1 else 12)
@@ -159,7 +166,8 @@ def test_padding_changes_nothing(name):
     y[1, n:] = -1
     x[1, n:] = model.config.vocab_size - 1
     nats = model(x, y, reduction='none')[1]
-    alone = [model(x[:1], y[:1], reduction='none')[1], model(x[1:, :n], y[1:, :n], reduction='none')[1]]
+    rows = (x[:1], y[:1]), (x[1:, :n], y[1:, :n])
+    alone = [model(*row, reduction='none')[1] for row in rows]
     assert close(nats[:1], alone[0]) and close(nats[1:, :n], alone[1]) and not nats[1, n:].any()
     mean = (alone[0].sum() + alone[1].sum()) / (y >= 0).sum()
     loss = model(x, y)[1]
@@ -184,7 +192,8 @@ def test_every_parameter_gets_a_gradient(name):
 
 @ALL
 def test_causal(name):
-    """Another token at t changes nothing before t, and everything from t on (inside a chunk, something)."""
+    """Another token at t changes nothing before t, and everything from t on (inside a chunk,
+    something)."""
     model = make(name)
     x = text(model)
     before = predict(model, x)
@@ -202,8 +211,9 @@ def test_batched_is_one_by_one(name):
     model = make(name)
     x = text(model)
     assert close(predict(model, x), torch.cat([predict(model, row[None]) for row in x]))
-    new = model.generate(x[:2, :3], 2, temperature=0)
-    assert torch.equal(new, torch.cat([model.generate(row[None], 2, temperature=0) for row in x[:2, :3]]))
+    x = x[:2, :3]
+    one_by_one = [model.generate(row[None], 2, temperature=0) for row in x]
+    assert torch.equal(model.generate(x, 2, temperature=0), torch.cat(one_by_one))
 
 
 @pytest.mark.parametrize('name', [name for name in CASES if 'bytes' not in name])
@@ -248,7 +258,8 @@ def test_a_text_that_is_too_long(name):
 
 @ALL
 def test_routes(name):
-    """Gates as multiplied in: 0 but for a token's K choices, and they sum to 1 (ModuleFormer's: at most)."""
+    """Gates as multiplied in: 0 but for a token's K choices, and they sum to 1 (ModuleFormer's: at
+    most)."""
     model = make(name, scale=0.05)
     x = text(model)
     routes = model.routes(x)
@@ -281,9 +292,11 @@ def test_count_of_active_parameters(name, lookup):
 
 @ALL
 def test_config_rebuilds_the_model(name):
-    """Also after it was written as JSON; the state dict fits, and the new model computes the same."""
+    """Also after it was written as JSON; the state dict fits, and the new model computes the
+    same."""
     model = make(name)
-    again = type(model)(type(model.config)(**json.loads(json.dumps(asdict(model.config))))).double().eval()
+    config = type(model.config)(**json.loads(json.dumps(asdict(model.config))))
+    again = type(model)(config).double().eval()
     assert list(again.state_dict()) == list(model.state_dict()) and again.config == model.config
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(text(model))[0], model(text(model))[0])
@@ -352,7 +365,7 @@ def test_sampling(name):
     x = text(model, 1, 4)
     logits = model(x)[0][0, -1]
     best = logits.topk(3).indices
-    temperature = (logits[best[0]] - logits[best[2]]).item()             # so that all three are drawn
+    temperature = (logits[best[0]] - logits[best[2]]).item()           # so that all three are drawn
     torch.manual_seed(0)
     drawn = model.generate(x.expand(2000, -1), 1, temperature=temperature, top_k=3)[:, -1]
     expected = (logits[best] / temperature).softmax(-1)
@@ -366,11 +379,12 @@ def test_sampling(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
+# CPUs without bfloat16 say so, and go on
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
 @pytest.mark.parametrize('name', [*ONE_EACH, 'gumbel2', 'mixture', 'dense_routed'])
 def test_bfloat16_in_one_graph(name, compile_model):
-    """Under autocast a model trains in bfloat16, while losses and the residual stream stay float32. It
-    compiles without a graph break, and no value is read."""
+    """Under autocast a model trains in bfloat16, while losses and the residual stream stay float32.
+    It compiles without a graph break, and no value is read."""
     model = make(name, scale=0.1, dtype=torch.float32, dropout=0.1).train()
     x, y = pair(model)
     streams, graphs = [], []
@@ -380,15 +394,15 @@ def test_bfloat16_in_one_graph(name, compile_model):
         return graph
     compiled = compile_model(model, backend=backend, fullgraph=True)
     losses = []
-    for call, dtype in ((model, torch.float32), (model, torch.bfloat16), (compiled, torch.bfloat16)):
+    for call, autocast in ((model, False), (model, True), (compiled, True)):
         torch.manual_seed(3)                             # the same noise
-        with torch.autocast('cpu', dtype, enabled=dtype == torch.bfloat16):
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
             _, loss, aux = call(x, y)
         losses.append(loss.item())
         assert all(value.dtype == torch.float32 for value in (loss, *aux.values()))
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * losses[0]
     assert abs(losses[2] - losses[1]) < 1e-3 * losses[0]
-    called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph lets .item() pass
+    called = {str(node.target) for node in graphs[0].graph.nodes}      # fullgraph lets .item() pass
     assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'}
     (loss + sum(aux.values())).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -1,5 +1,5 @@
-"""moduleformer.py against a slow version written from the paper's equations: one token, one module and
-one key at a time."""
+"""moduleformer.py against a slow version written from the paper's equations: one token, one module
+and one key at a time."""
 
 import copy
 import itertools
@@ -13,18 +13,19 @@ import torch.nn.functional as F
 import moduleformer
 from moduleformer import (ModuleFormer, ModuleFormerConfig, Router, StickBreaking, absorb_inserted,
                           count_usage, insert_experts, prune_experts, stick_weights)
-from oracles import compare, same_routes
+from oracles import compare, same_routes, tokens
 
-SMALL = dict(vocab_size=37, block_size=8, n_layer=2, n_embd=16, n_att=4, d_att=8, n_head=2, n_ffd=5, d_ffd=12,
-             top_k=2, d_router=16, query_block=4)
+SMALL = dict(vocab_size=37, block_size=8, n_layer=2, n_embd=16, n_att=4, d_att=8, n_head=2,
+             n_ffd=5, d_ffd=12, top_k=2, d_router=16, query_block=4)
 MOLM = dict(vocab_size=50295, block_size=512, n_embd=1024, n_att=16, d_att=1024, n_head=1, n_ffd=32,
             d_ffd=2048, d_router=256, identity_kv=True)
 WIDE = dict(identity_kv=True, d_att=16, n_head=1)        # without maps for keys and values
-NO_BF16 = pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')      # CPUs without bfloat16 say so
+NO_BF16 = pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so
 
 
 def make(seed=0, dtype=torch.float64, new=None, **changes):
-    """A small model, with new = (attention, FFN) modules inserted. Norms, gates and modules all matter."""
+    """A small model, with new = (attention, FFN) modules inserted. Norms, gates and modules all
+    matter."""
     torch.manual_seed(seed)
     model = ModuleFormer(ModuleFormerConfig(**{**SMALL, **changes})).to(dtype)
     if new:
@@ -36,10 +37,6 @@ def make(seed=0, dtype=torch.float64, new=None, **changes):
     return model
 
 
-def tokens(B=2, T=6, seed=1):
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
-
-
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -48,8 +45,9 @@ def slow(*values):
 
 
 def attend(q, keys, values):
-    """Eq. 3 to 5 for one query and the keys up to its own: the product form, the latest key first."""
-    beta = [1 / (1 + torch.exp(-(k @ q) / math.sqrt(len(q)))) for k in keys]     # Eq. 3, with a scale
+    """Eq. 3 to 5 for one query and the keys up to its own: the product form, the latest key
+    first."""
+    beta = [1 / (1 + torch.exp(-(k @ q) / math.sqrt(len(q)))) for k in keys]   # Eq. 3, with a scale
     out, weights = 0, []
     for i in range(len(keys)):
         p = beta[i]
@@ -67,15 +65,20 @@ def rows_of(stack):
 def route(router, x, log):
     """Eq. 1, 2 and 9 for one token -> {module: gate}."""
     hidden = [torch.clamp(b @ x, min=0) for b in router.B.weight]
-    score = [torch.exp(sum(a[i] * hidden[i] for i in range(len(hidden)))) for a in rows_of(router.A)]
+    score = [torch.exp(sum(a_i * h for a_i, h in zip(a, hidden))) for a in rows_of(router.A)]
     prob = [s / sum(score) for s in score]
     best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.config.top_k]
     log.append((torch.stack(prob), {e: prob[e] for e in best}))
     return {e: prob[e] for e in best}
 
 
+def norm(ln, x):
+    return F.layer_norm(x, x.shape, ln.weight, ln.bias)
+
+
 def attention_module(att, e, u, t, c):
-    """Module e of token t, which sees the normalised inputs u[0..t]; the width is split into n_head heads."""
+    """Module e of token t, which sees the normalised inputs u[0..t]; the width is split into n_head
+    heads."""
     d = c.d_att // c.n_head
     q = rows_of(att.q)[e].T @ u[t]
     heads = []
@@ -114,15 +117,15 @@ def oracle(model, idx):
     for row in idx:
         x = [model.wte.weight[i] for i in row]
         for i, b in enumerate(model.blocks):
-            u = [F.layer_norm(v, v.shape, b.ln_1.weight, b.ln_1.bias) for v in x]
+            u = [norm(b.ln_1, v) for v in x]
             for t in range(len(x)):
                 gates = route(b.att.router, u[t], logs[f'blocks.{i}.att'])
                 x[t] = x[t] + sum(g * attention_module(b.att, e, u, t, c) for e, g in gates.items())
             for t in range(len(x)):
-                v = F.layer_norm(x[t], x[t].shape, b.ln_2.weight, b.ln_2.bias)
+                v = norm(b.ln_2, x[t])
                 gates = route(b.ffd.router, v, logs[f'blocks.{i}.ffd'])
                 x[t] = x[t] + sum(g * ffn_module(b.ffd, e, v) for e, g in gates.items())
-        out.append(torch.stack([model.head.weight @ F.layer_norm(v, v.shape, model.ln_f.weight, model.ln_f.bias) for v in x]))
+        out.append(torch.stack([model.head.weight @ norm(model.ln_f, v) for v in x]))
     aux = {}
     for name, log in logs.items():
         for kind, loss in losses(log, model.get_submodule(name).router.A).items():
@@ -213,7 +216,8 @@ def test_stable_for_large_logits(case):
 
 
 def test_a_long_stick_in_float32():
-    """A key far back keeps its weight: the 2,000 keys after it left most of the stick, and no sum is lost."""
+    """A key far back keeps its weight: the 2,000 keys after it left most of the stick, and no sum
+    is lost."""
     T = 2000
     q, k = torch.ones(1, 1, 1, 1, 1), torch.full((1, 1, T, 1), -9.0)
     k[0, 0, 0] = 3.0
@@ -240,7 +244,8 @@ def test_stick_breaking_in_bfloat16():
 
 @NO_BF16
 def test_blocks_add_up_in_float32():
-    """A key that all queries read, gradients of one sign: what the last of 128 blocks add is not lost."""
+    """A key that all queries read, gradients of one sign: what the last of 128 blocks add is not
+    lost."""
     q, k, v = (x.detach().bfloat16() for x in qkv(512, 1, B=1, H=1, d=16))
     q[...], k[..., :] = 1.0, -2.0                        # few keys match
     k[:, :, 0] = 2.0                                     # but the first one does
@@ -255,8 +260,8 @@ def test_blocks_add_up_in_float32():
 
 
 def test_memory_is_bounded_by_the_query_block(monkeypatch):
-    """Forward and backward hold the weights of one block at a time, without later keys; nothing but q, k
-    and v is kept in between."""
+    """Forward and backward hold the weights of one block at a time, without later keys; nothing but
+    q, k and v is kept in between."""
     T, size = 64, 8
     shapes, saved = [], []
 
@@ -291,13 +296,14 @@ def test_oracle(changes):
     weights = dict(mi=0.7, concentration=0.3) | (dict(rout_reg=0.2) if 'new' in changes else {})
     grads = compare(model, x, y, logits, aux, weights)
     for name, grad in grads.items():
-        assert grad.abs().max() > 1e-6 or 'inserted' in name, name       # nothing else is out of reach
+        assert grad.abs().max() > 1e-6 or 'inserted' in name, name    # nothing else is out of reach
     same_routes(model.routes(x), gates)
 
 
 @pytest.mark.parametrize('changes', [WIDE, dict(new=(1, 1))], ids=str)
 def test_all_tokens_to_the_same_modules(changes):
-    """The most unequal groups there can be: no token is dropped; idle modules have gradients of zero."""
+    """The most unequal groups there can be: no token is dropped; idle modules have gradients of
+    zero."""
     model, x = make(**changes), tokens(3, 8)
     with torch.no_grad():
         for b in model.blocks:
@@ -333,7 +339,7 @@ def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
         _, loss, aux = model(x, x.flip(1))
         (loss + aux['mi']).backward()
         pairs.append([model(x)[0], *(p.grad for p in model.parameters())])
-    assert len(rows) == 4 * 2 * 3                        # of float32 alone: 4 per block, two passes, gradient
+    assert len(rows) == 4 * 2 * 3              # of float32 alone: 4 per block, two passes, gradient
     assert set(rows) == {2 * x.numel()}                  # of the chosen rows alone
     for i, (a, b) in enumerate(zip(*pairs, strict=True)):
         assert (a - b).norm() <= 1e-4 * b.norm() + 1e-7, i
@@ -411,7 +417,7 @@ def test_what_minimising_does(name):
         assert marginal < 0.05
 
 
-# ---- Length, sizes ------------------------------------------------------------------------------------
+# ---- Memory, sizes -------------------------------------------------------------------------------
 
 
 def last(cache, n):
@@ -421,8 +427,8 @@ def last(cache, n):
 
 @pytest.mark.parametrize('changes', [dict(), WIDE], ids=str)
 def test_segment_memory(changes):
-    """At depth 3: a first segment of T, a second with its keys and values = one pass of 2T. Cut shorter, not
-    the same."""
+    """At depth 3: a first segment of T, a second with its keys and values = one pass of 2T. Cut
+    shorter, not the same."""
     model, x, y = make(n_layer=3, **changes).eval(), tokens(2, 16), tokens(2, 16, seed=2)
     whole = model(x)[0]
     cache = []
@@ -433,7 +439,7 @@ def test_segment_memory(changes):
     second = model(x[:, 8:], cache=memory)[0]
     assert torch.allclose(whole[:, 8:], second, rtol=0, atol=1e-12) and memory[0][0].size(2) == 16
     assert (model(x[:, 8:], cache=shorter)[0] - second).abs().max() > 1e-6
-    memory = last(memory, 8)                             # in training: a third segment, gradients within it
+    memory = last(memory, 8)                     # in training: a third segment, gradients within it
     loss = model(y[:, :8], y[:, 1:9], cache=memory)[1]
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -443,7 +449,8 @@ def test_segment_memory(changes):
 def test_params_by_hand():
     D, A, V, Ff, R = 16, 8, 37, 12, 16
     att, ffd = 2 * D * A, 2 * D * Ff
-    base = 2 * (2 * 2 * D + 2 * R * D + 2 * D * A) + 2 * D + V * D       # norms, two B, kv; last norm, head
+    base = 2 * (2 * 2 * D + 2 * R * D + 2 * D * A)       # norms, two B, kv
+    base += 2 * D + V * D                                # last norm, head
     assert make().count_params() == (base + 2 * (4 * (att + R) + 5 * (ffd + R)) + V * D,
                                      base + 2 * (2 * (att + ffd) + (4 + 5) * R))
     listed = make(n_att=[2, 4], n_ffd=[5, 3], new=(1, 2))
@@ -485,7 +492,8 @@ def test_initialisation():
             assert abs(p.std() / std - 1) < (0.25 if '.A.' in name else 0.03), name
 
 
-@pytest.mark.parametrize('wrong', [dict(n_head=3), dict(n_att=[1, 4]), dict(identity_kv=True)], ids=str)
+@pytest.mark.parametrize('wrong', [
+    dict(n_head=3), dict(n_att=[1, 4]), dict(identity_kv=True)], ids=str)
 def test_config_errors(wrong):
     with pytest.raises((AssertionError, ValueError)):
         ModuleFormerConfig(**{**SMALL, **wrong})
@@ -495,7 +503,8 @@ def test_config_errors(wrong):
 
 
 def close_router(model, modules):
-    """{layer: modules}: their logits are -10^6 times a positive number, their probabilities exactly 0."""
+    """{layer: modules}: their logits are -10^6 times a positive number, their probabilities exactly
+    0."""
     with torch.no_grad():
         for layer, closed in modules.items():
             A = model.get_submodule(layer).router.A
@@ -511,7 +520,7 @@ def test_inserted_modules_that_nobody_takes_change_nothing(router, changes):
     before = copy.deepcopy(old.state_dict())
     new = insert_experts(old, 2, 1, router)
     assert new.config.new_att == 2 and new.config.new_ffd == 1 and not new.training
-    assert not torch.allclose(new(x)[0], old(x)[0], atol=1e-3)           # as they come, they are taken
+    assert not torch.allclose(new(x)[0], old(x)[0], atol=1e-3)        # as they come, they are taken
     sizes = {name: gate.size(-1) for name, gate in old.routes(x).items()}
     close_router(new, {name: [n, n + 1] if 'att' in name else [n] for name, n in sizes.items()})
     assert torch.allclose(new(x)[0], old(x)[0], rtol=0, atol=1e-12)
@@ -565,7 +574,7 @@ def test_inserting_twice_and_absorbing():
     assert flat.config.new_att == flat.config.new_ffd == 0
     assert torch.equal(flat(x)[0], model(x)[0]) and flat.count_params() == model.count_params()
     assert all(torch.equal(a, b) for a, b in zip(flat.routes(x).values(), model.routes(x).values()))
-    assert model.config.n_att == [2, 4] and model.blocks[0].att.q.inserted is not None   # left alone
+    assert model.config.n_att == [2, 4] and model.blocks[0].att.q.inserted is not None  # left alone
     twice = insert_experts(model, 2, 0, 'partial')
     assert (twice.config.n_att, twice.config.new_att, twice.config.new_ffd) == ([3, 5], 2, 0)
     close_router(twice, {'blocks.0.att': [3, 4], 'blocks.1.att': [5, 6]})
@@ -584,8 +593,9 @@ TABLE = dict(att=[[0, 1], [0, 2], [0, 1], [0, 1], [3, 0], [1, 2]],
 
 
 def forced(new=0):
-    """A model whose routes can be read off TABLE: tokens are one-hot, no module writes, a router looks its
-    token up. In the second layer the modules stand in reverse. The last `new` of them are inserted ones."""
+    """A model whose routes can be read off TABLE: tokens are one-hot, no module writes, a router
+    looks its token up. In the second layer the modules stand in reverse. The last `new` of them are
+    inserted ones."""
     c = dict(vocab_size=6, n_embd=6, n_att=4 - new, n_ffd=5 - new, d_att=6, n_head=2, d_router=6)
     model = ModuleFormer(ModuleFormerConfig(**{**SMALL, **c}))
     model = insert_experts(model, new, new) if new else model
@@ -632,11 +642,13 @@ def test_count_usage_by_hand(new):
 @pytest.mark.parametrize('threshold, normalise, kept', [
     (0.16, 'max', dict(att=[0, 1, 2, 3], ffd=[0, 1, 2, 4])),
     (1 / 12, 'sum', dict(att=[0, 1, 2, 3], ffd=[0, 1, 2, 4])),           # not below the threshold
-    (0.09, 'sum', dict(att=[0, 1], ffd=[0, 4])), (9.0, 'max', dict(att=[0, 1], ffd=[0, 4]))])  # K stay
+    # K stay
+    (0.09, 'sum', dict(att=[0, 1], ffd=[0, 4])), (9.0, 'max', dict(att=[0, 1], ffd=[0, 4]))])
 def test_prune_by_hand(new, threshold, normalise, kept):
     model = forced(new)
     before = copy.deepcopy(model.state_dict())
-    pruned, table = prune_experts(model, threshold=threshold, normalise=normalise, batches=forced_batches())
+    rule = dict(threshold=threshold, normalise=normalise)
+    pruned, table = prune_experts(model, batches=forced_batches(), **rule)
     flat = absorb_inserted(model).state_dict()
     for i in range(2):
         for pool, parts in (('att', ('q', 'o', 'router.A')), ('ffd', ('fc', 'down', 'router.A'))):
@@ -645,7 +657,8 @@ def test_prune_by_hand(new, threshold, normalise, kept):
             for part in parts:
                 name = f'blocks.{i}.{pool}.{part}.weight'
                 assert torch.equal(pruned.state_dict()[name], flat[name][stay]), name
-    assert pruned.config.n_att == [len(kept['att'])] * 2 and pruned.config.n_ffd == [len(kept['ffd'])] * 2
+    assert pruned.config.n_att == [len(kept['att'])] * 2
+    assert pruned.config.n_ffd == [len(kept['ffd'])] * 2
     for name in ('wte.weight', 'head.weight', 'ln_f.weight', 'blocks.1.att.kv.weight',
                  'blocks.0.ffd.router.B.weight'):
         assert torch.equal(pruned.state_dict()[name], before[name])
@@ -655,15 +668,15 @@ def test_prune_by_hand(new, threshold, normalise, kept):
     assert abs(table.left - share) < 1e-9 and f'{100 * share:.1f}%' in str(table)
     assert str(table).splitlines()[2].split() == ['blocks.0.ffd', str(len(kept['ffd'])), 'of', '5']
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())     # a copy
-    again, _ = prune_experts(model, count_usage(model, forced_batches()), threshold, normalise)
+    again, _ = prune_experts(model, count_usage(model, forced_batches()), **rule)
     assert all(torch.equal(p, again.state_dict()[n]) for n, p in pruned.state_dict().items())
 
 
 @pytest.mark.parametrize('changes', [dict(), dict(new=(1, 2)), WIDE], ids=str)
 def test_pruned_is_the_model_with_those_modules_closed(changes):
-    """A router row that is gone leaves the softmax over the others: what a logit of -inf does. Where a token
-    had chosen only modules that stay, it takes the same ones, with gates that share out the lost probability
-    alike."""
+    """A router row that is gone leaves the softmax over the others: what a logit of -inf does.
+    Where a token had chosen only modules that stay, it takes the same ones, with gates that share
+    out the lost probability alike."""
     model, x = make(**changes).eval(), tokens(4, 8)
     before = model.routes(x)['blocks.0.att']
     a, b = (before.flatten(0, 1) > 0).sum(0).topk(2).indices.sort().values.tolist()
@@ -675,7 +688,8 @@ def test_pruned_is_the_model_with_those_modules_closed(changes):
         gone[name] = [e for e in range(gate.size(-1)) if e not in keep[name]]
     pruned, table = prune_experts(model, usage)
     assert [row['after'] for row in table] == [2, 3, 3, 2] and not pruned.training
-    assert pruned.config.n_att == [2, 3] and pruned.config.n_ffd == [3, 2] and pruned.config.new_att == 0
+    c = pruned.config
+    assert c.n_att == [2, 3] and c.n_ffd == [3, 2] and c.new_att == 0
     closed = close_router(copy.deepcopy(model), gone)
     assert torch.allclose(pruned(x)[0], closed(x)[0], rtol=0, atol=1e-11)
     assert not torch.allclose(pruned(x)[0], model(x)[0], atol=1e-3)
@@ -685,13 +699,14 @@ def test_pruned_is_the_model_with_those_modules_closed(changes):
     assert same.any() and (after[same] > gates).all()
     assert torch.allclose(after[same], gates / gates.sum(-1, keepdim=True))      # K of K are left
     again, _ = prune_experts(closed, batches=[(x, x)], threshold=1e-9)
-    assert torch.allclose(again(x)[0], closed(x)[0], rtol=0, atol=1e-11)         # they had no probability
+    assert torch.allclose(again(x)[0], closed(x)[0], rtol=0, atol=1e-11)   # they had no probability
 
 
 def test_a_pruned_model_is_a_model():
     """Its config rebuilds it; it trains, takes new modules, and is pruned again."""
     model, x = make(dtype=torch.float32), tokens(3, 8)
-    pruned, _ = prune_experts(insert_experts(model, 1, 1, 'partial'), threshold=0.5, batches=[(x, x)])
+    inserted = insert_experts(model, 1, 1, 'partial')
+    pruned, _ = prune_experts(inserted, threshold=0.5, batches=[(x, x)])
     again = ModuleFormer(ModuleFormerConfig(**asdict(pruned.config)))
     again.load_state_dict(pruned.state_dict())
     assert torch.equal(again(x)[0], pruned(x)[0]) and pruned.training

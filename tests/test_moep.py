@@ -1,4 +1,5 @@
-"""moep.py against a slow version written from the paper: one token, one block, one expert at a time."""
+"""moep.py against a slow version written from the paper: one token, one block, one expert at a
+time."""
 
 import math
 
@@ -9,12 +10,12 @@ import torch.nn.functional as F
 import moep
 from conftest import ROOT
 from moep import MoEP, MoEPConfig
-from oracles import compare, same_routes
+from oracles import compare, same_routes, tokens
 from plumbing.settings import read_config
 
-SMALL = dict(vocab_size=61, block_size=24, n_layer=2, n_head=2, n_embd=32, n_parallel=2,
-             n_head_parallel=2, n_embd_parallel=16, n_block=4, n_expert=3, top_k=2, expert_hidden=24,
-             dropout=0.0)
+SMALL = dict(vocab_size=37, block_size=24, n_layer=2, n_head=2, n_embd=32, n_parallel=2,
+             n_head_parallel=2, n_embd_parallel=16, n_block=4, n_expert=3, top_k=2,
+             expert_hidden=24, dropout=0.0)
 
 
 def make(dtype=torch.float64, **changes):
@@ -24,11 +25,6 @@ def make(dtype=torch.float64, **changes):
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     return model
-
-
-def tokens(B=2, T=7, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=generator)
 
 
 # ---- The slow version ----------------------------------------------------------------------------
@@ -57,7 +53,8 @@ def block(x, n_head, swiglu, ln1, qkv, proj, ln2, fc, down):
     h = torch.stack([F.layer_norm(x[t], (D,), *ln1) @ qkv[0] + qkv[1] for t in range(T)])
     q, k, v = h[:, :D], h[:, D:2 * D], h[:, 2 * D:]
     d = D // n_head
-    heads = [softmax_attention(*(m[:, i * d:(i + 1) * d] for m in (q, k, v))) for i in range(n_head)]
+    parts = zip(q.split(d, 1), k.split(d, 1), v.split(d, 1))
+    heads = [softmax_attention(*part) for part in parts]
     x = x + torch.cat(heads, 1) @ proj[0] + proj[1]
     out = []
     for t in range(T):
@@ -176,7 +173,8 @@ def test_sparse_is_dense_through_the_kernel(top_k, monkeypatch):
             rows.append(len(x))
         return kernel(x, w, offs=offs)
     monkeypatch.setattr(F, 'grouped_mm', record)
-    compare_to_dense(make(torch.float32, top_k=top_k, n_expert=4, swiglu=top_k == 2), tokens(3, 20), 1e-4)
+    model = make(torch.float32, top_k=top_k, n_expert=4, swiglu=top_k == 2)
+    compare_to_dense(model, tokens(3, 20), 1e-4)
     assert set(rows) == {60 * top_k, 60 * 4}
 
 
@@ -239,7 +237,8 @@ def test_entropy_of_a_choice_without_any_probability():
 
 @pytest.mark.parametrize('form, spreads', [('switch', True), ('entropy', True), ('printed', False)])
 def test_minimising_balance_spreads_or_collapses(form, spreads):
-    """From the same start the printed sign drives all tokens to one block, the others spread them."""
+    """From the same start the printed sign drives all tokens to one block, the others spread
+    them."""
     torch.manual_seed(0)
     router = moep.Router(8, 4, MoEPConfig(**{**SMALL, 'balance': form}))
     x = torch.randn(256, 8) + 1.0
@@ -281,8 +280,8 @@ class LoudMoEP(MoEP):
 
 
 def test_a_router_of_your_own():
-    """Its parameters keep their values; its loss is summed over the parallel layers, and over shrink and
-    grow."""
+    """Its parameters keep their values; its loss is summed over the parallel layers, and over
+    shrink and grow."""
     model = LoudMoEP(MoEPConfig(**SMALL))
     routers = [m for m in model.modules() if isinstance(m, moep.Router)]
     assert len(routers) == 4 and all((m.bias == 3).all() for m in routers)
@@ -322,14 +321,14 @@ def test_paper_sizes():
         with torch.device('meta'):
             model = MoEP(MoEPConfig(**changes))
         assert abs(model.count_params()[0] / total - 1) < 0.02
-    defaults = vars(MoEPConfig())                        # whoever copies the file trains the paper's
+    defaults = vars(MoEPConfig())                       # whoever copies the file trains the paper's
     paper = read_config(ROOT / 'config/paper/moep.py')
     assert all(defaults[key] == value for key, value in paper.items() if key in defaults)
 
 
 @pytest.mark.parametrize('swiglu', [False, True])
 def test_active_parameters_by_hand(swiglu):
-    D, d, P, E, K, V, hidden = 32, 16, 4, 3, 2, 61, 24
+    D, d, P, E, K, V, hidden = 32, 16, 4, 3, 2, 37, 24
     up = 8 if swiglu else 4
     full = 4 * D + 3 * D * D + 3 * D + D * D + D + up * D * D + up * D + 4 * D * D + D
     shared = P * d + P * (2 * d + 3 * d * d + 3 * d)     # router, norm, queries, keys, values

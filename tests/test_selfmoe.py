@@ -7,15 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oracles import attention, compare, rms, same_routes, swiglu
+from oracles import attention, compare, rms, same_routes, swiglu, tokens
 from selfmoe import SelfMoE, SelfMoEConfig, add_gates, select_gates, upcycle
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8)
+SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
+             ffn_hidden=8)
 KINDS = ['matrix', 'vector', 'scalar']
 
 
 def make(seed=0, dtype=torch.float64, n=1, k=1, scale=0.15, **changes):
-    """A small model, upcycled to n experts if n > 1, with gains, gates, routers and experts that matter."""
+    """A small model, upcycled to n experts if n > 1, with gains, gates, routers and experts that
+    matter."""
     torch.manual_seed(seed)
     model = SelfMoE(SelfMoEConfig(**{**SMALL, **changes}))
     model = (upcycle(model, n, k) if n > 1 else model).to(dtype)
@@ -23,10 +25,6 @@ def make(seed=0, dtype=torch.float64, n=1, k=1, scale=0.15, **changes):
         for name, p in model.named_parameters():
             p.add_((0.4 if 'gates' in name or 'router' in name else scale) * torch.randn_like(p))
     return model
-
-
-def tokens(B=2, T=6, seed=1):
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 # ---- The slow version ----------------------------------------------------------------------------
@@ -53,7 +51,8 @@ def contribution(gate, x):
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), aux, {layer: [weights of a token]}, states of Eq. 3 and 4 by layer and row."""
+    """-> logits (B, T, V), aux, {layer: [weights of a token]}, states of Eq. 3 and 4 by layer and
+    row."""
     c = model.config
     rows = []
     routed = [[] for _ in model.blocks]
@@ -77,7 +76,8 @@ def oracle(model, idx):
         aux['balance'] = 0
         for log in routed:
             p = sum(prob for prob, _ in log) / len(log)
-            share = [sum(e in gates for _, gates in log) / (c.top_k * len(log)) for e in range(c.n_expert)]
+            picks = c.top_k * len(log)
+            share = [sum(e in gates for _, gates in log) / picks for e in range(c.n_expert)]
             aux['balance'] = aux['balance'] + c.n_expert * sum(f * q for f, q in zip(share, p))
     for i, layer in enumerate(states):
         for which, name in enumerate((f'layer_size_{i}', f'gate_size_{i}')):
@@ -125,7 +125,8 @@ def test_float32_is_float64_and_idle_experts_stand_still(n, k, T):
     for b in single.blocks:
         idle = single.routes(x)[f'blocks.{b.layer}'].sum((0, 1)) == 0
         assert T > 1 or idle.sum() == n - k
-        assert (b.ffn.fc.grad[idle] == 0).all() and (b.ffn.down.grad[idle] == 0).all()      # zero, not none
+        # zero, not none
+        assert (b.ffn.fc.grad[idle] == 0).all() and (b.ffn.down.grad[idle] == 0).all()
 
 
 def router_of(n, k):
@@ -219,8 +220,10 @@ def test_why_the_router_of_a_mixture_is_random():
 
 
 def test_sizes_of_the_paper():
-    """Mistral-7B: matrix gates add 0.52B (section 4.1: 0.5B), the mixture of two has 13B (section 4.3.2)."""
-    mistral = dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, ffn_hidden=14336)
+    """Mistral-7B: matrix gates add 0.52B (section 4.1: 0.5B), the mixture of two has 13B (section
+    4.3.2)."""
+    mistral = dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096,
+                   ffn_hidden=14336)
     with torch.device('meta'):
         base = SelfMoE(SelfMoEConfig(**mistral))
         total = base.count_params()[0]
@@ -237,8 +240,9 @@ V = 6
 
 
 def votes():
-    """Blocks that do nothing; token i has one channel that votes for i + 1 and one that votes for i + 2. The
-    gates weigh the first kind up (helps), the second up (spoils), nothing, and the first up a little."""
+    """Blocks that do nothing; token i has one channel that votes for i + 1 and one that votes for i
+    + 2. The gates weigh the first kind up (helps), the second up (spoils), nothing, and the first
+    up a little."""
     shape = dict(vocab_size=V, n_layer=5, n_head=1, n_kv_head=1, n_embd=2 * V)
     model = SelfMoE(SelfMoEConfig(**shape, gate='vector'))
     with torch.no_grad():
@@ -254,7 +258,8 @@ def votes():
 
 
 def votes_batches():
-    """Batches of 3 and 1 sequences. Of the targets: 1 follows the first vote, 2 the second, 0 is left out."""
+    """Batches of 3 and 1 sequences. Of the targets: 1 follows the first vote, 2 the second, 0 is
+    left out."""
     votes_by_row = [[[1, 1, 1, 1], [1, 2, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0]]]
     batches = []
     for vote in map(torch.tensor, votes_by_row):
@@ -264,7 +269,8 @@ def votes_batches():
 
 
 def votes_perplexity(first, second, votes_by_row):
-    """Eq. 3 and 4 on paper. 2 of 2V channels are not zero: the norm divides by their root mean square."""
+    """Eq. 3 and 4 on paper. 2 of 2V channels are not zero: the norm divides by their root mean
+    square."""
     scale = math.sqrt((first ** 2 + second ** 2) / (2 * V) + 1e-6)
     total = math.exp(first / scale) + math.exp(second / scale) + V - 2
     nats = {1: math.log(total) - first / scale, 2: math.log(total) - second / scale}
@@ -277,17 +283,18 @@ def votes_perplexity(first, second, votes_by_row):
     ('improves', {}, [1, 4]), ('printed', {}, [2]), ('changes', {}, [1, 2]),
     ('from_layer', dict(layer=3), [3, 4]),
     ('changes', dict(threshold=1e-4), [1, 2, 4]), ('changes', dict(threshold=0.9), []),
-    ('changes', dict(threshold=0.3), [2])])              # -27% and +37% of what it is without the gate
+    ('changes', dict(threshold=0.3), [2])])           # -27% and +37% of what it is without the gate
 def test_select_gates_by_rule(rule, args, kept):
     model, (batches, votes_by_row) = votes(), votes_batches()
     chosen, table = select_gates(model, iter(batches), rule, **args)
     assert [row['layer'] for row in table if row['kept']] == kept
     weights = [(1, 1), (2, 1), (2, 2), (2, 2), (2.02, 2)]                # of both votes, by layer
-    for i, row in enumerate(table):                                      # earlier gates stay in place
+    for i, row in enumerate(table):                                    # earlier gates stay in place
         assert row['layer'] == i + 1
-        assert row['without'] == pytest.approx(votes_perplexity(*weights[i], votes_by_row), rel=1e-5)
-        assert row['with'] == pytest.approx(votes_perplexity(*weights[i + 1], votes_by_row), rel=1e-5)
-    assert len(table) == 4 and table[2]['without'] == table[2]['with']   # a gate of zero: no rounding
+        by_hand = [votes_perplexity(*pair, votes_by_row) for pair in weights[i:i + 2]]
+        assert [row['without'], row['with']] == pytest.approx(by_hand, rel=1e-5)
+    # a gate of zero: no rounding
+    assert len(table) == 4 and table[2]['without'] == table[2]['with']
     for i, line in enumerate(str(table).splitlines()[1:], 1):
         assert line.split()[::4] == [str(i), 'kept' if i in kept else 'removed']
     removed = {1, 2, 3, 4} - {*kept}
@@ -313,15 +320,19 @@ def test_select_gates_table_against_the_oracle(changes):
                 log_prob = project(model, h).log_softmax(-1)
                 nats = [-log_prob[t, y[b, t]].item() for t in range(6) if y[b, t] >= 0]
                 found.append(math.exp(sum(nats) / len(nats)))
-        assert [row['without'], row['with']] == pytest.approx([sum(found) / 3 for found in each], rel=1e-5)
-    nats = model.eval()(x, y, reduction='none')[1]       # after the last gate: the model's own perplexity
+        means = [sum(found) / 3 for found in each]
+        assert [row['without'], row['with']] == pytest.approx(means, rel=1e-5)
+    # after the last gate: the model's own perplexity
+    nats = model.eval()(x, y, reduction='none')[1]
     own = (nats.sum(1) / (y >= 0).sum(1))[:3].exp().mean().item()
     assert table[-1]['with'] == pytest.approx(own, rel=1e-5)
 
 
-@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
+# CPUs without bfloat16 say so, and go on
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
 def test_select_gates_is_exact_in_bfloat16():
-    """Its logits are rounded, but not the perplexity: else gates that help a little look useless."""
+    """Its logits are rounded, but not the perplexity: else gates that help a little look
+    useless."""
     model, x = make(gate='matrix', dtype=torch.bfloat16).eval(), tokens(3)
     _, table = select_gates(model, [(x, x.roll(-1, 1))])
     nats = F.cross_entropy(model(x)[0].float().transpose(1, 2), x.roll(-1, 1), reduction='none')
@@ -368,10 +379,10 @@ def test_params_by_hand():
     attention_ = D * (H + 2 * G) * d + D * D
     expert, head, norms = D * 2 * hidden + hidden * D, 37 * D, 3 * 2 * D + D
     dense = 3 * (attention_ + expert) + norms + head
-    assert make().count_params() == (dense + head, dense)                # the embedding is only looked up
+    assert make().count_params() == (dense + head, dense)          # the embedding is only looked up
     assert make(gate='matrix').count_params() == (dense + 2 * D * D + head, dense + 2 * D * D)
     assert make(gate='vector', gate_layers=[2]).count_params() == (dense + D + head, dense + D)
-    mixed = dense + 3 * (4 * D + expert) + 2             # routers, 2 of 4 experts active, scalar gates
+    mixed = dense + 3 * (4 * D + expert) + 2          # routers, 2 of 4 experts active, scalar gates
     assert make(gate='scalar', n=4, k=2).count_params() == (mixed + 3 * 2 * expert + head, mixed)
 
 

@@ -1,5 +1,5 @@
-"""stlm.py against a slow version from LLaMA's definitions and section 5.2, one position at a time; its
-probabilities, its streams of chunks from text to bits per byte, and its dropout schedule."""
+"""stlm.py against a slow version from LLaMA's definitions and section 5.2, one position at a time;
+its probabilities, its streams of chunks from text to bits per byte, and its dropout schedule."""
 
 import itertools
 import math
@@ -13,15 +13,16 @@ import torch.nn.functional as F
 
 import plumbing.tokenizer as tokenizers
 import stlm
-from oracles import attention, compare, rms, swiglu
+from oracles import attention, compare, rms, swiglu, tokens
 from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
 from train import as_tensor, score_batches, val_batches
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8,
-             dropout=0.0)
-BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2, byte_head=2)
+SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
+             ffn_hidden=8, dropout=0.0)
+BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2,
+             byte_head=2)
 SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
           dict(share='all', lora_rank=3, n_kv_head=4), dict(share='ffn', share_group=2),
           dict(share='all', share_group=2, lora_rank=2)]  # of three layers: groups of two and one
@@ -29,7 +30,8 @@ DECODERS = ['causal', 'parallel']
 
 
 def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
-    """A small model whose gains, adapters and positions matter. With byte_limit or decoder: byte-level."""
+    """A small model whose gains, adapters and positions matter. With byte_limit or decoder:
+    byte-level."""
     torch.manual_seed(seed)
     byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
     model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
@@ -38,10 +40,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
             joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
             p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
-
-
-def tokens(B=2, T=6, seed=1):
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 def stream(B, T, V=9, limit=3, seed=1):
@@ -88,7 +86,8 @@ def transformer(x, layers, norm_f, H, G, **places):
 
 
 def core(model, x):
-    """All layers, written out: layer i has its group's matrix plus its own low-rank product, if any."""
+    """All layers, written out: layer i has its group's matrix plus its own low-rank product, if
+    any."""
     c = model.config
     layers = []
     group = -1
@@ -155,7 +154,8 @@ def oracle(model, idx):
     (dict(decoder='parallel'), 12), (dict(decoder='causal', vocab_size=303), 10),
     (dict(SHARES[6], decoder='causal', n_layer=3, byte_limit=1, byte_layer=1), 6)], ids=str)
 def test_oracle(changes, T):
-    """Logits, loss and every gradient. Bytes end inside the first chunk, inside the third, at its end."""
+    """Logits, loss and every gradient. Bytes end inside the first chunk, inside the third, at its
+    end."""
     model = make(**changes)
     c = model.config
     text = stream(2, T + 1, c.vocab_size, c.byte_limit) if c.byte_limit else tokens(2, T + 1)
@@ -173,7 +173,8 @@ def test_oracle(changes, T):
 
 
 def test_sizes_of_the_paper():
-    """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95% in 5.2."""
+    """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95%
+    in 5.2."""
     with torch.device('meta'):
         total, active = STLM(STLMConfig()).count_params()
         model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
@@ -218,7 +219,8 @@ def test_initialisation():
             std = p.size(-1) ** -0.5 if narrow else 0.02
             if ('.proj.' in name or '.down.' in name) and 'adapters' not in name:
                 std /= math.sqrt(2 * (2 if narrow else 4))
-            joints = {'ends.pool.weight': 0.02 / 128 ** 0.5, 'ends.spread.weight': 1 / math.sqrt(128 * 256)}
+            joints = {'ends.pool.weight': 0.02 / math.sqrt(128),
+                      'ends.spread.weight': 1 / math.sqrt(128 * 256)}
             std = joints.get(name, std)
             assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
     plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
@@ -232,18 +234,21 @@ def test_initialisation():
 
 @pytest.mark.parametrize('decoder', DECODERS)
 def test_probabilities_of_all_chunks_sum_to_one(decoder):
-    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs, after one chunk or two."""
+    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs, after one chunk or
+    two."""
     model = make(decoder=decoder, vocab_size=6, byte_limit=2, block_size=12, scale=0.5)
-    chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3)), *([b, b2, 3] for b in range(3) for b2 in range(3))]
+    chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3))]
+    chunks += [[a, b, 3] for a in range(3) for b in range(3)]
     for context in ([1, 3, 5], [4, 5, 5, 2, 0, 3]):
         for n in (1, 2):
-            rows = torch.tensor([context + sum(more, []) for more in itertools.product(chunks, repeat=n)])
+            rows = torch.tensor([context + sum(more, [])
+                                 for more in itertools.product(chunks, repeat=n)])
             x, y = rows[:, :-1], without_padding(rows[:, 1:], 6)
             y[:, :len(context) - 1] = -1
             prob = (-model(x, y, reduction='none')[1].sum(1)).exp()
             assert len(prob) == 13 ** n and (prob > 0).all() and abs(prob.sum() - 1) < 1e-12
             assert prob.max() > 2 * prob.min()
-            assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12         # at each position
+            assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12      # at each position
 
 
 @pytest.mark.parametrize('decoder', DECODERS)
@@ -259,24 +264,26 @@ def test_no_leak(decoder):
         difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[x[:, p] < 6]
         assert difference[:, :p].sum() < 1e-12
         end = (p // L + 1) * L - 1                       # from here on the core has read the chunk
-        later = [t for t in range(end, 16) if (t + 1) % L != L - 1]      # not the last slot, always $
+        later = [t for t in range(end, 16) if (t + 1) % L != L - 1]    # not the last slot, always $
         assert (difference[:, later] > 1e-9).all()
         if decoder == 'causal':
             assert (difference[:, p:end][:, :L - 2 - p % L] > 1e-9).all()
         else:
             assert (difference[:, p:end] < 1e-12).all()
-    assert all(torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % L != 0) for t in range(1, 16))
+    for t in range(1, 16):                               # a chunk's symbols have one state
+        assert torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % L != 0)
     with pytest.raises((AssertionError, ValueError), match='cache'):
         model(x[:, :4], cache=[])
 
 
 def test_padding_is_never_read():
-    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays finite."""
+    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays
+    finite."""
     model = make(decoder='causal').eval()
     x = torch.tensor([[0, 6, 8, 8, 1, 2, 6, 8, 7, 8, 8, 8]])
     with torch.no_grad():
         first = model(x)[0][:, [3, 4, 7, 8, 11]]         # the places that predict bytes
-        model.wte.weight[8] += 5                         # also the head's row, which has no probability
+        model.wte.weight[8] += 5                     # also the head's row, which has no probability
         assert torch.allclose(model(x)[0][:, [3, 4, 7, 8, 11]], first, rtol=0, atol=1e-12)
         nothing = torch.full((1, 16), 8)
         assert not model(nothing)[0].isnan().any()
@@ -288,8 +295,8 @@ def test_padding_is_never_read():
 def texts():
     """Random UTF-8 of all planes, and the cases that break tokenizers."""
     dice = random.Random(3)
-    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f),
-              (0, 0x20)]
+    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff),
+              (0x1f600, 0x1f64f), (0, 0x20)]
 
     def letter():
         return chr(dice.randint(*dice.choice(planes)))
@@ -310,7 +317,8 @@ def bases():
 @pytest.mark.parametrize('limit', [1, 12])
 def test_nothing_is_lost(limit):
     """Text -> symbols -> text; the symbols are whole chunks; the model gives each a probability."""
-    model = make(dtype=torch.float32, byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1)).eval()
+    shape = dict(byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1))
+    model = make(dtype=torch.float32, **shape).eval()
     for base in bases():
         tokenizer = tokenizers.chunk_tokenizer(base, limit)
         L = limit + 1
@@ -324,12 +332,13 @@ def test_nothing_is_lost(limit):
         bin_ = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
         targets, starts = [], []
         for x, y in val_batches(bin_, 4 * L, 64, 258):
-            assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()     # windows begin where chunks do
+            # windows begin where chunks do
+            assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()
             targets += y[y >= 0].tolist()
             starts += x[:, 0].tolist()
             if len(targets) < 1000:
                 assert model(x, y, reduction='none')[1].isfinite().all()
-        assert targets == [t for t in symbols[1:] if t != 258]           # once each, all but the first
+        assert targets == [t for t in symbols[1:] if t != 258]        # once each, all but the first
         assert starts == symbols[:-1:4 * L]
 
 
@@ -341,7 +350,8 @@ class Known(torch.nn.Module):
         self.log_prob = log_prob
 
     def forward(self, x, y, reduction):
-        nats = F.nll_loss(self.log_prob(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction=reduction)
+        log_prob = self.log_prob(x).flatten(0, 1)
+        nats = F.nll_loss(log_prob, y.flatten(), ignore_index=-1, reduction=reduction)
         return None, nats.view_as(y), {}
 
 
@@ -371,8 +381,8 @@ def test_bits_per_byte_of_a_uniform_model():
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs, as chunks
-    of two."""
+    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs,
+    as chunks of two."""
     dice = random.Random(0)
     four = ['aa', 'ab', 'ba', 'bb']
     docs = [''.join(dice.choice(four) for _ in range(dice.randint(0, 9))) for _ in range(12)]
@@ -380,7 +390,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     pairs = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
     pairs.encode = lambda text: [256 + four.index(text[i:i + 2]) for i in range(0, len(text), 2)]
 
-    def of_bytes(x):                                     # at even places: end, a or b; at odd ones: a or b
+    def of_bytes(x):                              # at even places: end, a or b; at odd ones: a or b
         out = torch.full((*x.shape, 257), -math.inf)
         for row, ids in zip(out, x.tolist()):
             for t in range(len(ids)):
@@ -397,7 +407,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
         out[..., pairs.eot] = math.log(1 / 8)
         return out
 
-    def of_chunks(x):                                    # windows are aligned: place t predicts slot t + 1
+    def of_chunks(x):                             # windows are aligned: place t predicts slot t + 1
         out = torch.full((*x.shape, 259), -math.inf)
         out[:, 2::3, 97:99] = math.log(7 / 16)
         out[:, 2::3, 257] = math.log(1 / 8)
@@ -419,7 +429,8 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
 
 @pytest.mark.parametrize('decoder', DECODERS)
 def test_sampled_chunks_decode(decoder):
-    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not UTF-8."""
+    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not
+    UTF-8."""
     torch.manual_seed(0)
     model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
     tokenizer = tokenizers.chunk_tokenizer(tokenizers.choose_tokenizer('bytes'), 3)
@@ -450,7 +461,8 @@ def test_dropout_rate():
 
 
 def test_scheduled_attention():
-    """SDPA at p = 0, gradients too; else a share p of the weights is 0, the rest grow by 1 / (1 - p)."""
+    """SDPA at p = 0, gradients too; else a share p of the weights is 0, the rest grow by 1 / (1 -
+    p)."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8).double().requires_grad_() for heads in (4, 2, 2))
     dropout = stlm.Dropout(None).double()
@@ -459,7 +471,7 @@ def test_scheduled_attention():
     weigh = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad(y, (q, k, v), weigh) for y in (got, want))):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    identity = torch.eye(40).double().expand(2, 2, 40, 40)               # as values: weights come out
+    identity = torch.eye(40).double().expand(2, 2, 40, 40)             # as values: weights come out
     exact = stlm.attend_scheduled(q, k, identity, dropout)
     dropout.p.fill_(0.3)
     got = stlm.attend_scheduled(q, k, identity, dropout)
@@ -469,7 +481,8 @@ def test_scheduled_attention():
 
 @pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
 def test_a_schedule_drops_where_a_constant_rate_does(changes):
-    """On the embedding, attention and both branches of the core; at rate 0, and in evaluation, nowhere."""
+    """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
+    nowhere."""
     model = make(dropout=0.5, **changes)
     x = stream(2, 8) if model.config.byte_limit else tokens(2, 8)
     seen = []
@@ -488,7 +501,8 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('changes', [dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
+@pytest.mark.parametrize('changes', [
+    dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
 def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model = make(dtype=torch.float32, dropout=0.1, **changes)
@@ -512,7 +526,8 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
             assert losses.std() > 1e-4
         assert model.dropout.p.data_ptr() == place
     assert len(graphs) == 1
-    called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
+    # fullgraph alone lets .item() pass
+    called = {str(node.target) for node in graphs[0].graph.nodes}
     assert not called & {'item', 'tolist', '_local_scalar_dense'} and {'view', 'softmax'} <= called
 
 
