@@ -188,7 +188,7 @@ def test_an_unused_block_and_one_token(dtype, tolerance):
     compare_to_dense(model, x, tolerance)
     for name in ('proj', 'fc', 'down', 'down_bias', 'ln_2_gain'):
         grad = getattr(model.parallel[0], name).grad
-        assert not grad[2].any() and grad[1].any()
+        assert not grad[2].any() and grad.any()
     compare_to_dense(make(dtype), tokens(1, 1), tolerance)
 
 
