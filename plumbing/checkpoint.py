@@ -62,6 +62,16 @@ def data_folder(ckpt):
     return Path(ckpt['settings']['data_dir'], name)
 
 
+@torch.no_grad()
+def context_limit(model):
+    """The most tokens that it reads at once: block_size, or None for a model without positions."""
+    device = next(model.parameters()).device
+    try:
+        model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
+    except (AssertionError, IndexError, RuntimeError, ValueError):       # an assert, a table, a mask
+        return model.config.block_size
+
+
 def find_surgery(surgery, module):
     """A function of a model, or of several, by its name in the model's own file or, as
     tools.lora.add_lora, in another of this project."""

@@ -64,6 +64,8 @@ def run_main(main):
     except BrokenPipeError:                              # the reader went away, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except ModuleNotFoundError as error:
+        fail(f'{error.name} is missing: pip install {error.name}')
     except OSError as error:                             # a full disk, a folder that is read-only
         fail(f'{error.filename}: {error.strerror}' if error.filename else error)
     except (MemoryError, RuntimeError) as error:
