@@ -7,21 +7,21 @@ each pool a router chooses K modules for each token and weights them by gates:
     x = x + sum_k gate_k * Attention_k(norm(x))
     x = x + sum_k gate_k * FFN_k(norm(x))
 
-An attention module has its own query and output maps. All modules of a layer share keys and
-values, so a token can attend to every earlier token, whichever modules that token chose. Attention
-is *stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
+An attention module has its own query and output maps. All modules of a layer share keys and values,
+so a token can attend to every earlier token, whichever modules that token chose. Attention is
+*stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
 breaks off the fraction sigmoid(z) of what is left. Of two equal matches the later one gets more, so
 the model knows the order of tokens without positional embeddings, and it runs at any length.
 `insert_experts` adds modules for a new domain, so less of the old one is forgotten. `prune_experts`
 removes modules that a domain rarely uses: before fine-tuning or, with `concentration`, after it.
 
-What to look at first: `stick_weights`, `Router.forward`, then `AttentionModules.forward`. You can
+What to look at first: `stick_weights`, `Router`, then `AttentionModules.forward`. You can
 skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
 Measured (40M words of BabyLM-style text, three seeds): 3.437 nats per token, BLiMP 69.6; a dense
 model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (docs/results.md).
 
 Departures from the paper, and choices that it leaves open:
-- Eq. 3 has no scale. We divide z by sqrt(d), and let a module have several heads; so does IBM's release.
+- Eq. 3 has no scale. We divide z by sqrt(d), and a module has several heads, as in IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
   information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Do not
   also add `concentration`, H(m): mi is H(m|x) - H(m), and their sum would not balance the load.
@@ -32,20 +32,21 @@ Departures from the paper, and choices that it leaves open:
 - Not given in the paper: LayerNorm, exact GELU, no biases, untied head, `init_weights`, `dropout`.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module (row r: token[r]
-and module[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
+tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module (row r:
+token[r] and module[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query
+block; A, B of Eq. 2.
 """
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-try:
-    from stick_kernels import can_fuse, stick_breaking as fused  # on a GPU: one kernel each way
-except ImportError:             # no Triton, or not found (in a package, import it from .stick_kernels)
+try:                            # in a copy of this file: import them from where you put the kernels
+    from plumbing.stick_kernels import can_fuse, stick_breaking as fused     # for a GPU
+except ImportError:             # no Triton, or no kernels: slower, the same results
     can_fuse = lambda q, k, v: False
 
 
@@ -65,26 +66,17 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
-    dropout: float = 0.0           # on embeddings and what pools add; helps with little text (docs/arena.md)
-    query_block: int = 128         # tokens whose attention is in memory at once (not in GPU kernels)
+    dropout: float = 0.0           # on embeddings and what pools add; helps with little text
+    query_block: int = 128         # tokens whose attention is in memory at once, without kernels
     sparse: bool = True            # False: compute every module for every token, to compare
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 0 if field.name in ('new_att', 'new_ffd') else 1
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        for name, number in (('n_att', self.n_att), ('n_ffd', self.n_ffd)):
-            if len(self.per_layer(number)) != self.n_layer:
-                raise ValueError(f'{name} lists {len(number)} layers, n_layer is {self.n_layer}')
-            if min(self.per_layer(number)) < self.top_k:
-                raise ValueError(f'{name} = {number} is less than top_k = {self.top_k}')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        if self.d_att % self.n_head:
-            raise ValueError(f'a width of {self.d_att} cannot be split into {self.n_head} heads')
-        if self.identity_kv and (self.d_att != self.n_embd or self.n_head > 1):
-            raise ValueError('identity_kv needs d_att = n_embd and a single head (n_head = 1)')
+        assert self.d_att % self.n_head == 0, 'd_att must be a multiple of n_head'
+        fewest = min(self.per_layer(self.n_att) + self.per_layer(self.n_ffd))
+        assert 1 <= self.top_k <= fewest, \
+            f'top_k = {self.top_k} must lie between 1 and n_att, n_ffd'
+        assert not self.identity_kv or (self.d_att == self.n_embd and self.n_head == 1), \
+            'identity_kv needs d_att = n_embd and a single head (n_head = 1)'
 
     def per_layer(self, number):
         return [number] * self.n_layer if isinstance(number, int) else list(number)
@@ -103,7 +95,7 @@ def stick_weights(q, k, first):
     attends to nothing. q (B, H, Q, K, d): K queries for each of Q tokens, the first at position
     `first`; k (B, H, S, d) -> logits z and weights p, both (B, H, Q*K, S)."""
     Q, K, d = q.shape[2:]
-    wide = torch.promote_types(q.dtype, torch.float32)   # bfloat16 is too coarse to add up many keys
+    wide = torch.promote_types(q.dtype, torch.float32)   # bfloat16 is too coarse for long sums
     future = torch.ones(Q, k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(d)           # Eq. 3
     z = z.masked_fill(future.repeat_interleave(K, 0), -math.inf)                # sigmoid(z) = 0
@@ -128,25 +120,38 @@ class Router(nn.Module):
     """h(x) = A ReLU(B x), a softmax over all modules of the pool, and its K largest (Eq. 1, 2)
     -> gates (N, K), choices (N, K), losses. Gates are not renormalised: at K = 1 they would all be
     1, and the language modelling loss could not train the router."""
-    def __init__(self, n, n_new, config):
+    def __init__(self, d, n_choices, config, n_new=0):   # n_new of the n_choices are inserted
         super().__init__()
-        self.top_k = config.top_k
-        self.B = nn.Linear(config.n_embd, config.d_router, bias=False)
-        self.A = Stack(n, n_new, config.d_router)        # one row per module: its embedding
+        self.config = config
+        self.n_choices = n_choices
+        self.B = nn.Linear(d, config.d_router, bias=False)
+        self.A = Stack(n_choices - n_new, n_new, config.d_router)    # each module's embedding
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):                              # h(x): how good is each module?
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
             hidden = F.relu(self.B(x_ND.to(self.B.weight.dtype)))
-            h_NE = F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
-            log_prob_NE = F.log_softmax(h_NE, -1)
-            prob_NE = log_prob_NE.exp()
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.top_k], order_NE[:, :self.top_k]          # Eq. 1
-        return gate_NK, choice_NK, self.losses(log_prob_NE)
+            return F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
+
+    def choose(self, score_NE):                         # which K does a token take?
+        prob_NE = score_NE.log_softmax(-1).exp()
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):               # with which gates?
+        log_prob_NE = score_NE.log_softmax(-1)
+        gate_NK = log_prob_NE.gather(1, choice_NK).exp()        # Eq. 1
+        return gate_NK, self.losses(log_prob_NE)
 
     def losses(self, log_prob_NE):
-        """`mi`, for pretraining: use all modules, but let each token be sure of its own. `concentration`,
-        before pruning: use few. `rout_reg`, after insertion: keep new embeddings A' (their logits) small."""
+        """`mi`, for pretraining: use all modules, but let each token be sure of its own.
+        `concentration`, before pruning: use few. `rout_reg`, after insertion: keep new embeddings
+        A' (their logits) small."""
         prob_NE = log_prob_NE.exp()
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m); 0 log 0 is 0
@@ -164,7 +169,7 @@ class AttentionModules(nn.Module):
         self.config = c = config
         self.layer = layer
         n = c.per_layer(c.n_att)[layer]
-        self.router = router(n, c.new_att, c)
+        self.router = router(c.n_embd, n + c.new_att, c, c.new_att)
         self.q = Stack(n, c.new_att, c.n_embd, c.d_att)
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
         self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=False)
@@ -172,17 +177,18 @@ class AttentionModules(nn.Module):
     def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
+        # R = N*K rows, each a token and one of its modules. rows.linear(a, w) is a @ w[module]
         rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)
-        x_RD = rows.spread(x_ND)        # x_ND[token]: row r is of token[r], for its choice module[r]
-        q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # x_RD @ q[module], in token order
+        x_RD = rows.spread(x_ND)                                # x_ND[token]
+        q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # rows in the order of the tokens
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), cache)       # (B, H, S, d)
-        # stick_weights(q, k, S-T)[1] @ v, either way:
-        y = fused(q, k, v) if can_fuse(q, k, v) else StickBreaking.apply(q, k, v, self.config.query_block)
+        y = break_stick(q, k, v, self.config.query_block)       # stick_weights(q, k, S-T)[1] @ v
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
-        y_RD = rows.linear(rows.sort(y_NKF), self.o())          # y @ o[module], in row order; Eq. 5
-        return rows.combine(y_RD).view_as(x), losses            # gated sum of a token's K rows
+        y_RD = rows.linear(rows.sort(y_NKF), self.o())          # back to rows; Eq. 5
+        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        return y_ND.view_as(x), losses
 
     def keys_and_values(self, x, cache):
         """(B, H, S, d) each. A cache, a list of each layer's (k, v), is read and extended."""
@@ -199,12 +205,12 @@ class AttentionModules(nn.Module):
 
 
 class FFNModules(nn.Module):
-    """Sparse mixture of D -> d_ffd -> D experts. No token is dropped, however many choose the same."""
+    """Sparse mixture of D -> d_ffd -> D experts. No token is ever dropped."""
     def __init__(self, config, layer, router):
         super().__init__()
         self.config = config
         n = config.per_layer(config.n_ffd)[layer]
-        self.router = router(n, config.new_ffd, config)
+        self.router = router(config.n_embd, n + config.new_ffd, config, config.new_ffd)
         self.fc = Stack(n, config.new_ffd, config.n_embd, config.d_ffd)
         self.down = Stack(n, config.new_ffd, config.d_ffd, config.n_embd)
 
@@ -215,7 +221,8 @@ class FFNModules(nn.Module):
         x_RD = rows.spread(x_ND)                                # x_ND[token]
         h_RF = F.gelu(rows.linear(x_RD, self.fc()))             # gelu(x_RD @ fc[module])
         y_RD = rows.linear(h_RF, self.down())                   # h_RF @ down[module]
-        return rows.combine(y_RD).view_as(x), losses            # gated sum of a token's K rows
+        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        return y_ND.view_as(x), losses
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -225,7 +232,8 @@ class Block(nn.Module):
     def __init__(self, config, layer, router):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.att, self.ffd = AttentionModules(config, layer, router), FFNModules(config, layer, router)
+        self.att = AttentionModules(config, layer, router)
+        self.ffd = FFNModules(config, layer, router)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache):
@@ -253,8 +261,8 @@ class ModuleFormer(nn.Module):
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
             if p.dim() < 2 or ('.router.' in name and kind not in ('A', 'B')):
-                continue                     # norms; a custom router initialises its own extra weights
-            if kind in ('q', 'fc', 'kv', 'B'):                  # (E, in, out) or (out, in): size(1) is in
+                continue                 # norms; a custom router initialises its own extra weights
+            if kind in ('q', 'fc', 'kv', 'B'):           # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
             elif kind in ('o', 'down'):                         # these add, twice per layer
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))
@@ -272,12 +280,13 @@ class ModuleFormer(nn.Module):
         return self.ln_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         logits = self.head(x)
         if targets is None:
             return logits, None, aux
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
         loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
@@ -299,21 +308,21 @@ class ModuleFormer(nn.Module):
     @torch.no_grad()
     def routes(self, idx):
         """{pool, such as blocks.0.att: (B, T, E) gates, 0 if not chosen}. Call eval() first."""
-        found = {}                                       # in the order in which a token meets them
+        routes = {}                                      # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, losses = result
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.A.n_modules)
-                        found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
+                        routes[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
         """Total, and active: what multiplies a token. The head counts, the embedding does not. Of a
-        pool, the router and K modules count, with adapters (lora.py) if there are any."""
+        pool, the router and K modules count, with adapters (tools/lora.py) if there are any."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
@@ -327,13 +336,14 @@ class ModuleFormer(nn.Module):
 
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. `partial` (new data
-    only) trains the new modules and their embeddings A'. `full` (old and new data mixed) also trains
-    A, B, the token embedding and (our choice) the head. At first the loss rises: tokens choose new,
-    untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative old logit."""
+    only) trains the new modules and their embeddings A'. `full` (old and new data mixed) also
+    trains A, B, the token embedding and (our choice) the head. At first the loss rises, as tokens
+    choose untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative old
+    logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
-    if not all(isinstance(n, int) and n >= 0 for n in (n_att, n_ffd)) or n_att + n_ffd == 0:
-        raise ValueError(f'n_att = {n_att}, n_ffd = {n_ffd} must be whole numbers from 0, not both 0')
+    if n_att + n_ffd == 0:
+        raise ValueError('n_att and n_ffd are both 0: there is nothing to insert')
     if model.config.new_att or model.config.new_ffd:
         model = absorb_inserted(model)
     new = rebuild_with(model, model.state_dict(), new_att=n_att, new_ffd=n_ffd)
@@ -387,19 +397,18 @@ class PruneTable(list):
 
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
-    count, divided by its pool's largest (`max`) or total (`sum`), is below the threshold; the K most
-    used always stay. `usage` comes from count_usage; without it, `batches`, a list of (idx, targets),
-    are counted. Gates that stay grow: the softmax has fewer terms. Nothing in the result is frozen."""
+    count, divided by its pool's largest (`max`) or total (`sum`), is below the threshold; the K
+    most used always stay. `usage` comes from count_usage; without it, `batches`, a list of (idx,
+    targets), are counted. Gates that stay grow: the softmax has fewer terms. Nothing in the result
+    is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
-    if not (isinstance(threshold, (int, float)) and threshold >= 0):
-        raise ValueError(f'threshold = {threshold} must be a number of at least 0')
     model = absorb_inserted(model)
     if usage is None:
         usage = count_usage(model, batches or [])
     if not usage or not all(count.sum() > 0 for count in usage.values()):
         raise ValueError('prune_experts needs usage, or batches with at least one target')
-    pools = {name.removesuffix('.router'): module.A.n_modules
+    pools = {name.removesuffix('.router'): module.n_choices
              for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {pool: len(count) for pool, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')
@@ -410,12 +419,12 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
         count = usage[pool]
         frequency = count / (count.max() if normalise == 'max' else count.sum())
         frequency[frequency.topk(model.config.top_k).indices] = math.inf    # these always stay
-        kept = (frequency >= threshold).nonzero().flatten()
+        staying = (frequency >= threshold).nonzero().flatten()
         for name, stack in model.get_submodule(pool).named_modules(prefix=pool):
             if isinstance(stack, Stack):
-                state[f'{name}.weight'] = stack.weight[kept]
-        sizes[pool.rsplit('.', 1)[1]].append(len(kept))
-        table.append(dict(layer=pool, before=before, after=len(kept)))
+                state[f'{name}.weight'] = stack.weight[staying]
+        sizes[pool.rsplit('.', 1)[1]].append(len(staying))
+        table.append(dict(layer=pool, before=before, after=len(staying)))
     new = rebuild_with(model, state, n_att=sizes['att'], n_ffd=sizes['ffd'])
     table.left = new.count_params()[0] / model.count_params()[0]
     return new, table
@@ -424,7 +433,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Rows:
-    """N tokens with K modules each, as R = N*K rows sorted by module. Row r is of token[r] = pair[r] // K."""
+    """N tokens with K modules each, as R = N*K rows sorted by module; token[r] is pair[r] // K."""
     def __init__(self, gate_NK, choice_NK, n_modules, sparse):
         if not sparse:                                   # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_modules).scatter(1, choice_NK, gate_NK)
@@ -447,6 +456,10 @@ class Rows:
 
     def combine(self, y_RD):                             # the gated sum of each token's K rows
         return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
+
+
+def break_stick(q, k, v, size):
+    return fused(q, k, v) if can_fuse(q, k, v) else StickBreaking.apply(q, k, v, size)
 
 
 class StickBreaking(torch.autograd.Function):
@@ -512,23 +525,23 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
+    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
     cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and known and aligned:
+    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
+    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

@@ -10,13 +10,13 @@ weights them by their softmax probabilities, renormalised to sum to 1. A block's
 *all* earlier tokens, whether or not they chose it: otherwise it would read a text full of holes.
 So all P blocks attend; output projection and FFN run only in the chosen K.
 
-What to look at first: `Router.forward`, then `ParallelLayer.forward`. You can skip the last
+What to look at first: `Router`, then `ParallelLayer.forward`. You can skip the last
 section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
-Measured (28M parameters, 100M words, three seeds): loss 3.487, behind GPT-2's 3.343 (docs/results.md).
+Measured (28M parameters, 100M words, three seeds): loss 3.487; GPT-2 has 3.343 (docs/results.md).
 
 Departures from the paper, and gaps it leaves (docs/moep.md has more):
 - Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
-  form, as in the author's code. `entropy` flips the printed sign, `printed` is the formula as it is.
+  form, as in the author's code. `entropy` flips the printed sign, `printed` keeps it.
 - No weight is given: train with `loss + 0.01 * (aux['block_balance'] + aux['expert_balance'])`.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
 
@@ -26,7 +26,7 @@ P blocks, E choices of a router, K chosen per token, R = N*K rows sorted by choi
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -42,7 +42,7 @@ class MoEPConfig:
     n_embd: int = 384              # their width, the paper's d_L
     n_parallel: int = 10           # Parallel Layers; 0 makes this a plain GPT-2 of n_layer blocks
     n_head_parallel: int = 3       # attention heads of each small block
-    n_embd_parallel: int = 192     # width of each small block, d_P in the paper; change it with n_embd
+    n_embd_parallel: int = 192     # width of each small block, the paper's d_P
     n_block: int = 4               # P: small blocks side by side in a Parallel Layer
     n_expert: int = 4              # E: experts of the shrinking and of the growing projection
     top_k: int = 2                 # K: blocks, and experts, that each token takes
@@ -53,25 +53,19 @@ class MoEPConfig:
     sparse: bool = True            # False: compute all E choices for every token, then drop E - K
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 0 if field.name == 'n_parallel' else 1
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        if self.balance not in ('switch', 'entropy', 'printed'):
-            raise ValueError(f"balance is '{self.balance}'; it can be switch, entropy or printed")
-        for width, heads in ((self.n_embd, self.n_head), (self.n_embd_parallel, self.n_head_parallel)):
-            if width % heads:
-                raise ValueError(f'a width of {width} cannot be split into {heads} heads')
-        if self.n_parallel and self.top_k > min(self.n_block, self.n_expert):
-            raise ValueError(f'top_k = {self.top_k} is more than n_block or n_expert')
+        assert self.n_embd % self.n_head == 0, 'n_embd must be a multiple of n_head'
+        assert self.n_embd_parallel % self.n_head_parallel == 0, \
+            'n_embd_parallel must be a multiple of n_head_parallel'
+        assert not self.n_parallel or 1 <= self.top_k <= min(self.n_block, self.n_expert), \
+            f'top_k = {self.top_k} must lie between 1 and n_block, n_expert'
+        assert self.balance in ('switch', 'entropy', 'printed'), \
+            f"balance is '{self.balance}'; it can be switch, entropy or printed"
 
 
 # ---- The idea: each token chooses K of P blocks --------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E choices per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    """Scores E choices per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
     losses by name. A token's K choices differ: ParallelLayer relies on it."""
     def __init__(self, d, n_choices, config):
         super().__init__()
@@ -80,12 +74,25 @@ class Router(nn.Module):
         self.linear = nn.Linear(d, n_choices, bias=False)
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):                              # how good is each choice?
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
+            return self.linear(x_ND.to(self.linear.weight.dtype))
+
+    def choose(self, score_NE):                         # which K does a token take?
+        prob_NE = score_NE.softmax(-1)
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):               # with which gates?
+        prob_NE = score_NE.softmax(-1)
+        gate_NK = prob_NE.gather(1, choice_NK)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
+        return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
         """Section 3.4. Minimising `switch` or `entropy` spreads the tokens over the choices."""
@@ -109,32 +116,40 @@ class ParallelLayer(nn.Module):
         self.layer = layer
         self.router = router(D, P, config)
         # The P blocks' weights are stacked. train.py decays none whose name ends in gain or bias.
-        self.ln_1_gain, self.ln_1_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
-        self.ln_2_gain, self.ln_2_bias = nn.Parameter(torch.ones(P, D)), nn.Parameter(torch.zeros(P, D))
+        self.ln_1_gain = nn.Parameter(torch.ones(P, D))
+        self.ln_1_bias = nn.Parameter(torch.zeros(P, D))
+        self.ln_2_gain = nn.Parameter(torch.ones(P, D))
+        self.ln_2_bias = nn.Parameter(torch.zeros(P, D))
         self.qkv, self.qkv_bias = linear_stack(P, D, 3 * D)
         self.proj, self.proj_bias = linear_stack(P, D, D)
-        self.fc, self.fc_bias = linear_stack(P, D, (8 if config.swiglu else 4) * D)  # SwiGLU: gate, up
+        hidden = (8 if config.swiglu else 4) * D         # SwiGLU: gate and up
+        self.fc, self.fc_bias = linear_stack(P, D, hidden)
         self.down, self.down_bias = linear_stack(P, 4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache=None):
         P, H = self.config.n_block, self.config.n_head_parallel
         x_ND = x.flatten(0, 1)
-        n = F.layer_norm(x, x.shape[-1:])
-        # In all blocks, as later tokens may choose any: (n * gain[p] + bias[p]) @ qkv[p] + qkv_bias[p]
-        q, k, v = project_all(n, *fold(self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias), P * H)
+
+        # Attention runs in all blocks, as later tokens may choose any of them. Block p computes
+        # q, k, v = norm_p(x) @ qkv[p] + qkv_bias[p], where norm_p is its own LayerNorm, ln_1.
+        q, k, v = project_all(x, self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias, P * H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
+
+        # The rest runs in the chosen blocks: R = N*K rows, each a token and one of its blocks.
+        # rows.linear(a, w, b) is a @ w[block] + b[block]
         gate_NK, choice_NK, losses = self.router(x_ND)
-        # Only the chosen blocks go on: N*K rows. rows.linear(y, w, b) is y @ w[block] + b[block]
-        rows = Rows(gate_NK, choice_NK, self.config.n_block, self.config.sparse)
+        rows = Rows(gate_NK, choice_NK, P, self.config.sparse)
         y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
         att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))
-        n_RD = F.layer_norm(rows.spread(x_ND) + att_RD, x.shape[-1:])  # x_ND[token] + att_RD
-        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)   # as for ln_1
+        x_RD = rows.spread(x_ND) + att_RD                       # x_ND[token] + att_RD
+        n_RD = F.layer_norm(x_RD, x.shape[-1:])                 # gain and bias are folded into fc
+        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
         h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
-        return x + rows.combine(att_RD + ffn_RD).view_as(x), losses     # sum_k gate * row
+        update_ND = rows.combine(att_RD + ffn_RD)               # sum over k of gate * row
+        return x + update_ND.view_as(x), losses
 
 
 def linear_stack(n, d_in, d_out):
@@ -142,7 +157,7 @@ def linear_stack(n, d_in, d_out):
 
 
 class MoE(nn.Module):
-    """Shrink or grow (section 3.3): K of E linear or SwiGLU experts map a token to another width."""
+    """Shrink or grow (section 3.3): K of E linear or SwiGLU experts change a token's width."""
     def __init__(self, d_in, d_out, config, router=Router):
         super().__init__()
         self.config = config
@@ -159,8 +174,9 @@ class MoE(nn.Module):
         h_RF = rows.spread(x_ND)                                # x_ND[token]
         if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
-        y_RD = rows.linear(h_RF, self.down, self.down_bias)  # h @ down[expert] + down_bias[expert]
-        return rows.combine(y_RD).unflatten(0, x.shape[:2]), losses
+        y_RD = rows.linear(h_RF, self.down, self.down_bias)     # h_RF @ down[expert] + its bias
+        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        return y_ND.unflatten(0, x.shape[:2]), losses
 
 
 # ---- GPT-2's own parts ---------------------------------------------------------------------------
@@ -178,8 +194,9 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 def activate(h, swiglu):
@@ -203,7 +220,8 @@ class Block(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, D = x.shape
-        q, k, v = self.qkv(self.ln_1(x)).view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.ln_1(x)).view(B, T, 3, self.config.n_head, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         return x + self.dropout(self.down(activate(self.fc(self.ln_2(x)), self.config.swiglu)))
@@ -222,7 +240,8 @@ class MoEP(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.first = nn.ModuleList(Block(c, i) for i in range(before))
-        self.parallel = nn.ModuleList(ParallelLayer(c, before + i, self.router) for i in range(c.n_parallel))
+        self.parallel = nn.ModuleList(
+            ParallelLayer(c, before + i, self.router) for i in range(c.n_parallel))
         self.last = nn.ModuleList(Block(c, c.n_parallel + i) for i in range(before, c.n_layer))
         if c.n_parallel:
             self.shrink = MoE(c.n_embd, c.n_embd_parallel, c, self.router)
@@ -231,8 +250,8 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """As in GPT-2, but shrink and grow replace the residual stream, so each expert keeps its standard
-        deviation: 1/sqrt(fan-in). A SwiGLU expert scales small embeddings up to 1, and back."""
+        """As in GPT-2, but shrink and grow replace the residual stream, so experts keep its size:
+        1/sqrt(fan-in). A SwiGLU expert scales small embeddings up to 1, and back."""
         embedding = 0.02 * math.sqrt(2)                  # std of token plus position embedding
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
@@ -254,7 +273,8 @@ class MoEP(nn.Module):
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         position = torch.arange(past, length, device=idx.device)
         x = self.dropout(self.wte(idx) + self.wpe(position))    # (B, T, d_L)
         aux = {}
@@ -274,12 +294,13 @@ class MoEP(nn.Module):
         return self.ln_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         logits = F.linear(x, self.wte.weight)
         if targets is None:
             return logits, None, aux
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
         loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
@@ -304,20 +325,20 @@ class MoEP(nn.Module):
     @torch.no_grad()
     def routes(self, idx):
         """{layer: (B, T, choices)}: each token's gates, 0 if not chosen. Call eval() first."""
-        found = {}                                       # in the order in which a token meets them
+        routes = {}                                      # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.router')):
                         gate_NK, choice_NK, losses = result
                         gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
-                        found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
+                        routes[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
-        """Total, and active: what one token uses. Of output projections, FFNs and experts only K count."""
+        """Total, and active: what one token uses. Of projections, FFNs and experts, K count."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up; wte is also the head
         for name, p in self.named_parameters():
@@ -330,7 +351,7 @@ class MoEP(nn.Module):
 # ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
 
 class Rows:
-    """N tokens with K choices each, as R = N*K rows sorted by choice: a choice's rows are contiguous."""
+    """N tokens with K choices each, as R = N*K rows sorted by choice."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
         if not sparse:                                   # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
@@ -363,8 +384,11 @@ def fold(gain_PD, bias_PD, w_PDF, b_PF):
     return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
 
 
-def project_all(n, w_PDF, b_PF, n_heads):
-    """-> queries, keys, values. Three products: one would copy their gradients into one tensor."""
+def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_heads):
+    """(B, T, D) -> queries, keys, values of all P blocks, each (B, n_heads, T, d). Three products:
+    one would copy their gradients into one tensor."""
+    n = F.layer_norm(x, x.shape[-1:])
+    w_PDF, b_PF = fold(gain_PD, bias_PD, w_PDF, b_PF)
     w = w_PDF.unflatten(2, (3, -1)).permute(2, 0, 3, 1).flatten(1, 2)        # (3, P*D, D)
     b = b_PF.unflatten(1, (3, -1)).transpose(0, 1).flatten(1)                # (3, P*D)
     return [F.linear(n, w[i], b[i]).unflatten(2, (n_heads, -1)).transpose(1, 2) for i in range(3)]
@@ -412,23 +436,23 @@ class GroupBias(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
+    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
     cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and known and aligned:
+    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
+    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)

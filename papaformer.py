@@ -1,5 +1,5 @@
 """
-PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths").
+PaPaformer (Tapaninaho, Oussalah 2025, "PaPaformer: Language Model from Pre-trained Parallel Paths")
 
 A language model composed of smaller ones. Narrow LLaMA-style models, the k paths, are trained
 separately, each on its own kind of text. Then their layers are put side by side in the middle of a
@@ -7,11 +7,12 @@ wider model, whose width is the sum of theirs, and that model is trained on text
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> grow -> Layer Block
 
-Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no computation.
-The variants differ in the Connection, which joins the blocks' outputs. `share` concatenates them and
-maps them to the width of a path (after the last layer to 256, so it has no `grow`). `gumbel1` and
-`gumbel2` have a router: for each token it picks one path's output or a linear mix of all. It reads
-that mix (1) or the concatenation (2). `n_parallel=0` makes a plain LLaMA: a baseline, or a path.
+Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no
+computation. The variants differ in the Connection, which joins the blocks' outputs. `share`
+concatenates them and maps them to the width of a path (after the last layer to 256, so it has no
+`grow`). `gumbel1` and `gumbel2` have a router: for each token it picks one path's output or a
+linear mix of all. It reads that mix (1) or the concatenation (2). `n_parallel=0` makes a plain
+LLaMA: a baseline, or a path.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
 Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
@@ -36,7 +37,7 @@ Dimension letters: B batch, T sequence, D width (d_L: Layer Block, d': path), H 
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -63,31 +64,15 @@ class PaPaformerConfig:
     dropout: float = 0.0           # in the parallel blocks (in all blocks if n_parallel = 0)
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'temperature'):
-            if getattr(self, name) <= 0:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_parallel < 0 or not 0 <= self.dropout < 1:
-            raise ValueError('n_parallel must be at least 0, dropout at least 0 and less than 1')
-        if self.connection not in ('share', 'gumbel1', 'gumbel2'):
-            raise ValueError(f"connection is '{self.connection}'; it can be share, gumbel1, gumbel2")
-        if self.aux_form not in ('intended', 'printed', 'released'):
-            raise ValueError(f"aux_form is '{self.aux_form}'; it can be intended, printed, released")
-        embd, head, hidden = self.path_embd, self.path_head, self.path_ffn_hidden
-        if hidden is not None and len(hidden) != len(embd):
-            raise ValueError(f'path_ffn_hidden has {len(hidden)} entries for {len(embd)} paths')
-        if any(h is not None and h < 1 for h in (self.ffn_hidden, *(hidden or []))):
-            raise ValueError('ffn_hidden and path_ffn_hidden must be at least 1')
-        shapes = [('n_head', self.n_embd, self.n_head)]
-        if self.n_parallel:
-            if not embd or len(embd) != len(head):
-                raise ValueError(f'path_embd {embd} and path_head {head} need one entry per path')
-            if self.connection != 'share' and len(set(embd)) > 1:
-                raise ValueError(f"{self.connection} adds the paths' outputs, so path_embd {embd} "
-                                 "must be equal; use connection='share'")
-            shapes += [('path_head', d, h) for d, h in zip(embd, head)]
-        for name, d, h in shapes:
-            if d < 1 or h < 1 or d % (2 * h):            # rotary positions turn pairs of channels
-                raise ValueError(f'a width of {d} cannot be split into {h} heads of even width: set {name}')
+        assert self.connection in ('share', 'gumbel1', 'gumbel2'), \
+            f"connection is '{self.connection}'; it can be share, gumbel1 or gumbel2"
+        assert self.aux_form in ('intended', 'printed', 'released'), \
+            f"aux_form is '{self.aux_form}'; it can be intended, printed or released"
+        assert len(self.path_embd) == len(self.path_head), 'path_head needs one entry per path'
+        assert self.connection == 'share' or len(set(self.path_embd)) == 1, \
+            f"{self.connection} adds the paths' outputs: path_embd must be equal, or use 'share'"
+        for d, n_head in [(self.n_embd, self.n_head), *zip(self.path_embd, self.path_head)]:
+            assert d % (2 * n_head) == 0, f'a width of {d} has no {n_head} heads of even width'
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
@@ -118,9 +103,9 @@ class Gumbel(nn.Module):
         y = sum_i pi_i f_i + pi_comb x_comb              Eq. 3, 7
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
-    Training is straight-through: the gradient of pi is that of the soft weights, so the router learns.
-    An f_i that a token does not take gets a gradient only from the router's input, and from the mix
-    if the token takes that. (Its keys and values in path i also get one from later tokens.)"""
+    Training is straight-through: the gradient of pi is that of the soft weights, so the router
+    learns. An f_i that a token does not take gets a gradient only from the router's input, and from
+    the mix if the token takes that. (Its keys and values get one from later tokens.)"""
     def __init__(self, config):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -181,7 +166,8 @@ class ParallelLayer(nn.Module):
         c, k = config, len(config.path_embd)
         hidden = c.path_ffn_hidden or [None] * k
         self.blocks = nn.ModuleList(
-            Block(c, layer + i, c.path_embd[i], c.path_head[i], hidden[i], c.dropout) for i in range(k))
+            Block(c, layer + i, c.path_embd[i], c.path_head[i], hidden[i], c.dropout)
+            for i in range(k))
         if c.connection == 'share':
             next_widths = [c.n_embd] if is_last else c.path_embd
             self.connection = Share(sum(c.path_embd), next_widths)
@@ -222,8 +208,9 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 class Block(nn.Module):
@@ -264,8 +251,10 @@ class PaPaformer(nn.Module):
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.first = nn.ModuleList(Block(c, i, *full) for i in range(before))
         self.parallel = nn.ModuleList(
-            ParallelLayer(c, before + k * i, is_last=i == c.n_parallel - 1) for i in range(c.n_parallel))
-        self.last = nn.ModuleList(Block(c, k * c.n_parallel + i, *full) for i in range(before, c.n_layer))
+            ParallelLayer(c, before + k * i, is_last=i == c.n_parallel - 1)
+            for i in range(c.n_parallel))
+        self.last = nn.ModuleList(
+            Block(c, k * c.n_parallel + i, *full) for i in range(before, c.n_layer))
         if c.n_parallel:
             self.shrink = Share(c.n_embd, c.path_embd)
             if c.connection != 'share':                  # the last Share already maps to d_L
@@ -291,7 +280,8 @@ class PaPaformer(nn.Module):
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         x = self.wte(idx)                                # (B, T, d_L)
         aux = {}
         for block in self.first:
@@ -310,7 +300,7 @@ class PaPaformer(nn.Module):
         return self.norm_f(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return self.head(x), None, aux
@@ -337,16 +327,16 @@ class PaPaformer(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, k+1)}: the weights pi of paths and mix; {} for `share`. Call eval() first."""
-        found = {}                                       # in the order of the layers
+        """{layer: (B, T, k+1)}: the weights pi of paths and mix; {}: `share`. Call eval() first."""
+        routes = {}                                      # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, Router):
                     def record(router, args, result, name=name.removesuffix('.connection.router')):
-                        found[name] = result[0]          # pi
+                        routes[name] = result[0]         # pi
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
         """Total, and active: all but the embedding, which is only looked up. No path is skipped."""
@@ -362,14 +352,22 @@ def compose(paths, **settings):
     the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
     new config that do not follow from the paths. By default block_size and dropout are the largest
     of the paths', n_head is the sum of theirs, and the others are the config's defaults."""
-    check_paths(paths, settings)
     configs = [path.config for path in paths]
-    default = dict(block_size=max(c.block_size for c in configs), dropout=max(c.dropout for c in configs),
+    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
+        values = [getattr(c, name) for c in configs]
+        assert len(set(values)) == 1, f'the paths differ in {name}: {values}'
+    assert not any(c.n_parallel for c in configs), 'a path has no parallel layers (n_parallel=0)'
+    default = dict(block_size=max(c.block_size for c in configs),
+                   dropout=max(c.dropout for c in configs),
                    n_head=sum(c.n_head for c in configs))
-    fixed = dict(vocab_size=configs[0].vocab_size, attn_out_proj=configs[0].attn_out_proj,
-                 n_embd=sum(c.n_embd for c in configs), n_parallel=configs[0].n_layer,
-                 path_embd=[c.n_embd for c in configs], path_head=[c.n_head for c in configs],
+    fixed = dict(vocab_size=configs[0].vocab_size,
+                 attn_out_proj=configs[0].attn_out_proj,
+                 n_embd=sum(c.n_embd for c in configs),
+                 n_parallel=configs[0].n_layer,
+                 path_embd=[c.n_embd for c in configs],
+                 path_head=[c.n_head for c in configs],
                  path_ffn_hidden=[path.first[0].down.in_features for path in paths])
+    assert not settings.keys() & fixed.keys(), f'{[*fixed]} follow from the paths'
     config = type(configs[0])(**{**default, **settings, **fixed})
     model = type(paths[0])(config).to(paths[0].wte.weight)   # as the paths: class, device, dtype
     with torch.no_grad():
@@ -379,24 +377,6 @@ def compose(paths, **settings):
         for block, path in zip(layer.blocks, paths):
             block.load_state_dict(path.first[i].state_dict())
     return model
-
-
-def check_paths(paths, settings):
-    if not isinstance(paths, list) or not paths:
-        raise ValueError('compose takes a list of path models')
-    if any(path.config.n_parallel for path in paths):
-        raise ValueError('a path must be a model without parallel layers (n_parallel=0)')
-    if any(hasattr(path, 'adapted') for path in paths):
-        raise ValueError('a path has adapters: merge them first')
-    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
-        values = [getattr(path.config, name) for path in paths]
-        if len(set(values)) > 1:
-            raise ValueError(f'the paths differ in {name}: {values}')
-    for name in settings:
-        if name not in [f.name for f in fields(paths[0].config)]:
-            raise ValueError(f"'{name}' is not a setting of the model")
-        if name.startswith('path_') or name in ('vocab_size', 'attn_out_proj', 'n_embd', 'n_parallel'):
-            raise ValueError(f"'{name}' follows from the paths")
 
 
 @torch.no_grad()
@@ -410,18 +390,18 @@ def path_usage(model, idx):
         raise ValueError('path_usage needs a model with parallel layers, at least two for share')
     if not share:
         return torch.stack([pi[:, -1].argmax(-1) for pi in model.routes(idx).values()], 1)
-    found = []
+    used = []                                            # (B,) of each layer
 
     def record(connection, args, result):
         outputs, = args
         inputs, _ = result
         similar = [F.cosine_similarity(f[:, -1], x[:, -1], dim=-1) for f, x in zip(outputs, inputs)]
-        found.append(torch.stack(similar, -1).argmax(-1))
+        used.append(torch.stack(similar, -1).argmax(-1))
     with ExitStack() as hooks:
         for layer in model.parallel[:-1]:
             hooks.enter_context(layer.connection.register_forward_hook(record))
         model.features(idx)
-    return torch.stack(found, 1)
+    return torch.stack(used, 1)
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

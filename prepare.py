@@ -27,12 +27,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.cli import Parser, UserError, between, read_lines, read_rows, run_main
+from plumbing.bpe import train_bpe
+from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.download import NAMED, check_free, fetch_named, new_folder
+from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_tokenizer,
-                                rank_tokenizer, ranks_blob, train_bpe, wrap_tokenizer)
+                                rank_tokenizer, ranks_blob, wrap_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
-from plumbing.wiki import read_wiki
 
 
 # ---- Files -> documents -------------------------------------------------------------------------
@@ -339,7 +340,8 @@ def main(argv=None):
     if any(target.resolve() in path.resolve().parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be replaced; '
                         'choose another --name')
-    print('files:', dict(Counter(split for split, _ in files)))
+    for split, n in Counter(split for split, _ in files).items():
+        print(f'files for {split}: {n:,}')
     defaults = dict(split='auto', field='text', tokenizer=None)
     if args.what in NAMED:
         defaults |= NAMED[args.what][0]

@@ -7,12 +7,12 @@ the block, through a small gate G_i:
     h_i = B_i(h_{i-1}) + G_i(h_{i-1})        Eq. 2
 
 A gate is a D x D matrix, or one weight per channel, or a single weight. It changes the block's skip
-connection: h_{i-1} now passes with the weight I + G_i instead of I, so a negative gate can erase it.
-The "experts" are two consecutive layers: the previous one, through the gate, and this one. There is
-no router; both always run. All gates start at zero, so at first the model computes what it did without
-them, but the gates do get gradients. Then everything trains on a new domain. After that `select_gates`
-removes each gate without which the model's head predicts at least as well from that layer's state.
-`upcycle` makes Table 5's rival, the usual mixture of FFNs.
+connection: h_{i-1} now passes with the weight I + G_i instead of I, so a negative gate can erase
+it. The "experts" are two consecutive layers: the previous one, through the gate, and this one.
+There is no router; both always run. All gates start at zero, so at first the model computes what it
+did without them, but the gates do get gradients. Then everything trains on a new domain. After that
+`select_gates` removes each gate without which the model's head predicts at least as well from that
+layer's state. `upcycle` makes Table 5's rival, the usual mixture of FFNs.
 
 What to look at first: `SelfMoE.states`, where Eq. 2 is computed, then `select_gates`.
 Measured (three seeds, docs/results.md): a model of 31.6M parameters, fine-tuned on math, has 2.436
@@ -30,9 +30,10 @@ Departures from the paper, and gaps it leaves:
 - Section 3.2's "approximately 200M" for a 7B model should be 0.52B, 31 gates of 4,096 x 4,096;
   section 4.3.2's 8.5B for Mistral with gates should be 7.8B.
 - We read Fig. 2's "mean activation" as the root mean square over channels, averaged over tokens.
-- The paper's mixture is made with MergeKit; its router is not described. Ours starts at random: if it
-  weighted the copies equally, they would get equal gradients forever. A token's K weights sum to 1,
-  so the mixture starts as its base, up to rounding. At K = 1 only the balance loss trains the router.
+- The paper's mixture is made with MergeKit; its router is not described. Ours starts at random: if
+  it weighted the copies equally, they would get equal gradients forever. A token's K weights sum to
+  1, so the mixture starts as its base, up to rounding. At K = 1 only the balance loss trains the
+  router.
 - No sliding-window attention, which Mistral has.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
@@ -64,26 +65,13 @@ class SelfMoEConfig:
     dropout: float = 0.0              # on attention and both residual branches
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_expert'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of an even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.ffn_hidden is not None and self.ffn_hidden < 1:
-            raise ValueError(f'ffn_hidden = {self.ffn_hidden} is too small')
-        if self.gate not in ('none', 'matrix', 'vector', 'scalar'):
-            raise ValueError(f"gate is '{self.gate}'; it can be none, matrix, vector or scalar")
-        if self.gate == 'none' and self.gate_layers:
-            raise ValueError("gate_layers needs a gate: set gate = 'matrix', 'vector' or 'scalar'")
-        if not set(self.gate_layers or []) <= set(range(1, self.n_layer)):
-            raise ValueError(f'gate_layers {self.gate_layers} must lie between 1 and {self.n_layer - 1}')
-        if not 1 <= self.top_k <= self.n_expert:
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        assert self.gate in ('none', 'matrix', 'vector', 'scalar'), \
+            f"gate is '{self.gate}'; it can be none, matrix, vector or scalar"
+        assert 1 <= self.top_k <= self.n_expert, \
+            f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
 
 
 # ---- The idea: a gate around each block ----------------------------------------------------------
@@ -117,12 +105,13 @@ class SelfMoE(nn.Module):
         self.init_weights()
 
     def states(self, idx, cache=None):
-        """Yields for each layer: its state h = block_out + gate_out; block_out; gate_out, None if there
-        is no gate; the block's auxiliary losses."""
+        """Yields for each layer: its state h = block_out + gate_out; block_out; gate_out, None if
+        there is no gate; the block's auxiliary losses."""
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         h = self.wte(idx)                                # (B, T, D)
         for i, block in enumerate(self.blocks):
             block_out, losses = block(h, past, cache)
@@ -147,7 +136,7 @@ class SelfMoE(nn.Module):
         return self.norm_f(h), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return self.head(x), None, aux
@@ -183,24 +172,24 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, E)}: expert weights, 0 if not chosen; {} if no mixture. Call eval() first."""
-        found = {}                                       # in the order of the layers
+        """{layer: (B, T, E)}: weights of a mixture, 0 if not chosen. Call eval() first."""
+        routes = {}                                      # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, Router):
                     def record(router, args, result, name=name.removesuffix('.ffn.router')):
                         weight_NE, balance = result
-                        found[name] = weight_NE.view(*idx.shape, -1)
+                        routes[name] = weight_NE.view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
         """Total, and active: K of E experts, and not the embedding, which is only looked up."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, p in self.named_parameters():
-            if p.dim() == 3 and '.router.' not in name:  # stacks: E experts, E adapters (lora.py)
+            if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
                 idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
         return total, total - idle
 
@@ -239,8 +228,9 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 class FFN(nn.Module):
@@ -274,7 +264,7 @@ class Block(nn.Module):
         B, T, D = x.shape
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
-        q, k, v = heads.split((n_head, n_kv_head, n_kv_head), 1)     # (B, H, T, d); fewer heads in k, v
+        q, k, v = heads.split((n_head, n_kv_head, n_kv_head), 1)     # (B, H, T, d); fewer in k, v
         dropout = self.dropout.p if self.training else 0.0
         y = attend(rope(q, past), rope(k, past), v, cache, self.layer, dropout)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
@@ -285,17 +275,17 @@ class Block(nn.Module):
 # ---- Surgery: add gates to a trained model, remove some after training ---------------------------
 
 def rebuild(model, **changes):
-    """A new model with a changed config and the weights that both have, in train or eval as before."""
+    """A new model with a changed config and the weights that both have, in the same mode."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
-    new.load_state_dict(model.state_dict(), strict=False)    # what only one of the two has is left out
+    new.load_state_dict(model.state_dict(), strict=False)    # leaves out what only one has
     return new.train(model.training)
 
 
 def add_gates(model, kind='matrix'):
-    """Add zero gates around every block but the first. The model computes the same as before, until it
-    is trained further. Kind 'none' adds nothing, as the control in a comparison."""
+    """Add zero gates around every block but the first. The model computes the same as before, until
+    it is trained further. Kind 'none' adds nothing, as the control in a comparison."""
     if model.gates:
         raise ValueError('the model has gates already')
     if model.config.n_layer < 2:
@@ -308,7 +298,7 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
     """Remove gates after training -> (model, GateTable). For each gate, norm_f and head predict
     from its layer's state, once without gate_out, once with it. `rule` compares the perplexities,
     means over the sequences of `batches`, a list of (idx, targets). `changes` keeps a gate if they
-    differ by more than `threshold` (0.01: 1%), `from_layer` from block `layer` (counted from 0) on."""
+    differ by more than `threshold` (0.01: 1%), `from_layer` if it is at block `layer` or later."""
     rules = dict(                                        # keep the gate if this is true
         improves=lambda i, without, with_gate: with_gate < without,
         changes=lambda i, without, with_gate: abs(with_gate - without) / without > threshold,
@@ -327,7 +317,7 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
         nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction='none')
         return (nats.sum(1) / (targets >= 0).sum(1)).exp()
 
-    found = {int(i): [] for i in model.gates}            # layer: [(2, B) perplexities, ...]
+    perplexities = {int(i): [] for i in model.gates}     # layer: [(2, B), ...]
     was_training = model.training
     model.eval()
     try:
@@ -340,16 +330,16 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
                 if gate_out is not None:
                     without = perplexity(block_out, targets)                    # Eq. 3
                     with_gate = perplexity(h, targets)                          # Eq. 4
-                    found[i].append(torch.stack((without, with_gate)))
+                    perplexities[i].append(torch.stack((without, with_gate)))
     finally:
         model.train(was_training)
     table = GateTable()
-    for i, pairs in found.items():
+    for i, pairs in perplexities.items():
         if not pairs:
             raise ValueError('select_gates needs calibration batches with at least one target')
         without, with_gate = torch.cat(pairs, 1).mean(1).tolist()
-        kept = rules[rule](i, without, with_gate)
-        table.append({'layer': i, 'without': without, 'with': with_gate, 'kept': kept})
+        keep = rules[rule](i, without, with_gate)
+        table.append({'layer': i, 'without': without, 'with': with_gate, 'kept': keep})
     return rebuild(model, gate_layers=[row['layer'] for row in table if row['kept']]), table
 
 

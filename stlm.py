@@ -20,7 +20,7 @@ A byte-level model reads and predicts symbols: bytes, end-of-chunk ($), end-of-t
 Every chunk takes L = byte_limit + 1 slots. If L = 5, the token 'cats!' is |c a t s $|! $ _ _ _|: a
 token of more than byte_limit bytes becomes several chunks. End-of-text is a chunk of its own, with
 no $. The model predicts $ like a byte, but never _: give _ the target -1 (train.py does). A symbol
-that a slot cannot hold has probability 0, so all possible chunks sum to 1; as a target it costs inf.
+that a slot cannot hold has probability 0, so all possible chunks sum to 1; as a target: inf.
 
 Departures from the paper, and gaps it leaves:
 - Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
@@ -36,7 +36,7 @@ a chunk, D width, d width of the byte parts or of one head, H heads, V vocabular
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -45,49 +45,42 @@ import torch.nn.functional as F
 
 @dataclass
 class STLMConfig:
-    vocab_size: int = 50257        # tokens, end-of-text included; byte-level: 259 symbols (256 bytes)
+    vocab_size: int = 50257        # tokens, end-of-text included; byte-level: 259 symbols
     block_size: int = 512          # longest context; byte-level: counted in symbols
     n_layer: int = 10
     n_head: int = 16               # query heads
-    n_kv_head: int = 4             # key and value heads, each read by n_head / n_kv_head query heads
+    n_kv_head: int = 4             # key and value heads; n_head / n_kv_head query heads share one
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
-    byte_limit: int = 0            # most bytes in a chunk (or tokens in a sentence); 0: a token model
+    byte_limit: int = 0            # most bytes in a chunk (tokens in a sentence); 0: a token model
     decoder: str = 'causal'        # how a chunk is spelled: causal | parallel
     byte_embd: int = 128           # width of the byte encoder and decoder
     byte_layer: int = 2            # layers of each
     byte_head: int = 4             # attention heads of each
 
     def __post_init__(self):
-        least = dict(share_group=0, lora_rank=0, byte_limit=0, vocab_size=4)    # a byte, $, end, _
-        for field in fields(self):
-            if field.type is int and getattr(self, field.name) < least.get(field.name, 1):
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
-        for name, names in dict(share=('none', 'ffn', 'all'), decoder=('causal', 'parallel')).items():
-            if getattr(self, name) not in names:
-                raise ValueError(f"{name} is '{getattr(self, name)}'; it can be {', '.join(names)}")
-        for width, heads in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
-            if width % (2 * heads):        # rotary positions turn pairs (byte parts have none)
-                raise ValueError(f'a width of {width} cannot be split into {heads} heads of even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.share == 'none' and (self.lora_rank or self.share_group):
-            raise ValueError("lora_rank and share_group need shared weights: set share='ffn' or share='all'")
+        assert self.share in ('none', 'ffn', 'all'), \
+            f"share is '{self.share}'; it can be none, ffn or all"
+        assert self.decoder in ('causal', 'parallel'), \
+            f"decoder is '{self.decoder}'; it can be causal or parallel"
+        assert self.share != 'none' or not (self.lora_rank or self.share_group), \
+            "lora_rank and share_group need shared weights: set share='ffn' or share='all'"
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        for d, n_head in ((self.n_embd, self.n_head), (self.byte_embd, self.byte_head)):
+            assert d % (2 * n_head) == 0, f'a width of {d} has no {n_head} heads of even width'
         slots = self.byte_limit + 1
-        if self.byte_limit and (self.block_size % slots or self.block_size < 2 * slots):
-            raise ValueError(f'block_size must be a multiple of {slots} (byte_limit + 1), more than {slots}')
+        assert not self.byte_limit or self.block_size % slots == 0, \
+            f'block_size must be a multiple of {slots} (byte_limit + 1)'
 
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
 class ByteEnds(nn.Module):
-    """Turns symbols into the core's input, and the core's states into logits. For tokens: TokenEnds."""
+    """Turns symbols into the core's input, its states into logits. For tokens: TokenEnds."""
     def __init__(self, config):
         super().__init__()
         c = config
@@ -104,20 +97,20 @@ class ByteEnds(nn.Module):
     def embed(self, idx, cache):
         """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
         chunks before chunk c, and spells chunk c. If a cache holds the start: (B, C, D)."""
-        whole = self.cut(idx)[:, :-1]
+        chunks = self.cut(idx)[:, :-1]                   # without the unfinished one
         x = [] if cache else [self.start.expand(len(idx), 1, -1)]
-        if whole.size(1):
-            x.append(self.encode(whole))
+        if chunks.size(1):
+            x.append(self.encode(chunks))
         return torch.cat(x, 1)
 
     def cut(self, idx):
-        """(B, T) symbols -> (B, C + 1, L): C whole chunks, then the unfinished one (maybe all padding)."""
+        """(B, T) symbols -> (B, C + 1, L): C chunks, then the unfinished one (or only padding)."""
         missing = self.slots - idx.size(1) % self.slots
         return F.pad(idx, (0, missing), value=self.padding).view(len(idx), -1, self.slots)
 
     def encode(self, chunks):
-        """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean, padding
-        left out, is the chunk's vector; only later chunks are predicted from it."""
+        """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean,
+        padding left out, is the chunk's vector; only later chunks are predicted from it."""
         visible = chunks != self.padding                 # (B, C, L)
         visible[:, :, 0] = True                          # so a chunk of padding has a mean, too
         mask = visible.flatten(0, 1)[:, None, None]      # (B * C, 1, 1, L)
@@ -128,7 +121,8 @@ class ByteEnds(nn.Module):
     def spell(self, states, chunks):
         """(B, C, D) states, the (B, C, L) chunks that they predict -> logits (B, C, L, V). Slot j
         reads the state and, if `causal`, the symbols before it; never its own or later ones."""
-        x = self.spread(states).type_as(states).unflatten(2, (self.slots, -1))    # a vector per slot
+        x = self.spread(states).type_as(states)
+        x = x.unflatten(2, (self.slots, -1))             # a vector per slot
         if self.causal:
             before = self.wte(chunks[:, :, :-1])
             x = x + F.pad(before, (0, 0, 1, 0))          # slot j gets symbol j - 1, slot 0 none
@@ -162,10 +156,11 @@ class Transformer(nn.Module):
         self.per_ffn = 1 if c.share == 'none' else group
         n_att = math.ceil(c.n_layer / self.per_attention)    # FFN norms, too: 'ffn' shares none
         n_ffn = math.ceil(c.n_layer / self.per_ffn)
-        self.attention = nn.ModuleList(Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
+        self.attention = nn.ModuleList(
+            Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # the FFN's
         self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
-        to_adapt = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}      # only their shapes are used
+        to_adapt = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}     # only their shapes are used
         if c.share == 'all':
             to_adapt |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
         self.adapters = nn.ModuleList(
@@ -175,7 +170,7 @@ class Transformer(nn.Module):
         self.dropout = Dropout(c.dropout)
 
     def run_layers(self, x, attend_in):
-        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): the core's attention, or a chunk's."""
+        """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): attention of core or chunk."""
         x = self.dropout(x)
         for i in range(self.config.n_layer):
             a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
@@ -227,8 +222,9 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 class Attention(nn.Module):
@@ -241,8 +237,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(d, d, bias=False)
 
     def forward(self, x, adapters, attend_in, layer):
-        y = adapted(self.qkv, self.norm(x), adapters, 'qkv').view(*x.shape[:2], sum(self.counts), -1)
-        q, k, v = y.transpose(1, 2).split(self.counts, 1)    # each (B, heads, T, d)
+        heads = adapted(self.qkv, self.norm(x), adapters, 'qkv')
+        heads = heads.view(*x.shape[:2], sum(self.counts), -1)
+        q, k, v = heads.transpose(1, 2).split(self.counts, 1)    # each (B, heads, T, d)
         y = attend_in(layer, q, k, v)
         return adapted(self.proj, y.transpose(1, 2).flatten(2), adapters, 'proj')
 
@@ -330,9 +327,9 @@ class STLM(Transformer):
         return self.ends.wte
 
     def init_weights(self):
-        """Std 0.02, less where a matrix adds to the residual stream; adapters start at zero.
-        The byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool's
-        output is nearly as large as a token's embedding would be, spread's as large as a symbol's."""
+        """Std 0.02, less where a matrix adds to the residual stream; adapters start at zero. The
+        byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool's output
+        is nearly as large as a token's embedding would be, spread's as large as a symbol's."""
         c = self.config
         size_out = {'ends.pool.weight': 0.02, 'ends.spread.weight': 1 / math.sqrt(c.byte_embd)}
         if c.byte_limit:
@@ -367,17 +364,18 @@ class STLM(Transformer):
         return self.run_layers(x, attend_in)
 
     def read(self, idx, cache):
-        """(B, T) ids -> the core's states: one per token, or one for the start and one per whole chunk."""
+        """(B, T) ids -> the core's states: one per token, or one for the start and per chunk."""
         if self.config.byte_limit and cache is not None:
             raise ValueError('the byte-level model keeps its cache inside generate')
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         return self.core(self.ends.embed(idx, cache), cache)
 
     def features(self, idx, cache=None):
-        """(B, T) ids -> final-norm states (B, T, D): for each symbol, the one that spells the next."""
+        """(B, T) ids -> final-norm states (B, T, D); the state of each symbol spells the next."""
         states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)
         return states[:, self.ends.n_start:][:, :idx.size(1)], {}
 
@@ -396,15 +394,15 @@ class STLM(Transformer):
         cache = []
         done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or too old
         for _ in range(max_new_tokens):
-            whole = idx.size(1) // slots                 # chunks that are complete
-            if whole > done or not cache:
+            complete = idx.size(1) // slots              # chunks
+            if complete > done or not cache:
                 if cache and cache[0][0].size(2) == limit:
                     cache = []
-                    done = whole - max(1, limit // 2)
-                unread = idx[:, done * slots:whole * slots]
+                    done = complete - max(1, limit // 2)
+                unread = idx[:, done * slots:complete * slots]
                 state = self.core(self.ends.embed(unread, cache), cache)[:, -1:]
-                done = whole
-            chunk = idx[:, whole * slots:]               # the unfinished one; empty for tokens
+                done = complete
+            chunk = idx[:, complete * slots:]            # the unfinished one; empty for tokens
             logits = self.ends.logits(state, chunk)[:, -1].float()
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]

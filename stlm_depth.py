@@ -16,14 +16,15 @@ every token needs every layer. The paper names two methods; the config defaults 
 What to look at first: `RoutedLayer`, then `STLMDepth.exit_loss` and `generate`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
 has 1.518 bits per byte. With mixture of depths it has 1.520, for the FLOPs of a plain model of 6
-layers, which has 1.525. With early exit: 1.514, for 44% more FLOPs in training (docs/stlm_depth.md).
+layers, which has 1.525. With early exit: 1.514, for 44% more FLOPs in training
+(docs/stlm_depth.md).
 
 Causality. The top 12.5% of a window are known only at its end. So in training a later token can
 change whether an earlier one passes (attention itself is causal). In evaluation and generation a
-forecast decides instead: a linear map of the token's own state, trained to tell whether the token is
-in the top. Train with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`). This trains the
-forecast alone; without it no token passes in evaluation. `aux` has it in training only, and only if a
-layer is routed.
+forecast decides instead: a linear map of the token's own state, trained to tell whether the token
+is in the top. Train with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`). This trains the
+forecast alone; without it no token passes in evaluation. `aux` has it in training only, and only if
+a layer is routed.
 
 Departures from the papers, and gaps they leave:
 - Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
@@ -43,7 +44,7 @@ H heads, V vocabulary, L layers, E of them that draft.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -56,32 +57,22 @@ class STLMDepthConfig:
     block_size: int = 512          # longest context
     n_layer: int = 10
     n_head: int = 16               # query heads
-    n_kv_head: int = 4             # key and value heads, each read by n_head / n_kv_head query heads
+    n_kv_head: int = 4             # key and value heads; n_head / n_kv_head query heads share one
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
     capacity: float = 0.125        # share of tokens that pass through a routed layer; 1: no routing
     route_every: int = 2           # 2: every second layer is routed (1, 3, 5, ... counted from 0)
     layer_dropout: float = 0.0     # how often the last layer is dropped; earlier ones less often
-    exit_loss: bool = False        # in training, also return aux['exit']: the loss at an earlier exit
+    exit_loss: bool = False        # in training, aux['exit'] is the loss at an earlier exit
 
     def __post_init__(self):
-        for field in fields(self):
-            least = 2 if field.name == 'route_every' else 1      # layer 0's cache must hold all tokens
-            if field.type is int and getattr(self, field.name) < least:
-                raise ValueError(f'{field.name} = {getattr(self, field.name)} is too small')
-        for name in ('dropout', 'layer_dropout'):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} must be at least 0 and less than 1')
-        if not 0 < self.capacity <= 1:
-            raise ValueError(f'capacity = {self.capacity} must be more than 0 and at most 1')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of even width')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head = {self.n_head} is not a multiple of n_kv_head = {self.n_kv_head}')
-        if self.exit_loss and self.n_layer < 3:
-            raise ValueError('exit_loss needs at least 3 layers')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
+        assert 0 < self.capacity <= 1, f'capacity = {self.capacity} is not a share of the tokens'
+        assert self.route_every > 1, 'route_every must be 2 or more: all tokens pass layer 0'
+        assert not self.exit_loss or self.n_layer > 2, 'exit_loss needs at least 3 layers'
 
     def is_routed(self, layer):
         return self.capacity < 1 and layer % self.route_every == self.route_every - 1
@@ -104,11 +95,11 @@ class RoutedLayer(nn.Module):
         self.forecast_bias = nn.Parameter(torch.empty(1))
 
     def choose(self, x):
-        """(B, T, D) -> index (B, K) of the tokens that pass, in order; filled (B, K), False where a row
-        has fewer than K (an empty slot); score (B, T); in training, the loss and the hits of the
-        forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, index is
+        """(B, T, D) -> index (B, K) of the tokens that pass, in order; filled (B, K), False where a
+        row has fewer than K (an empty slot); score (B, T); in training, the loss and the hits of
+        the forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, index is
         [[1, 3], [2, 0]] and filled is [[True, True], [True, False]]."""
-        score = (x * self.router).sum(-1)                # no matrix product, so autocast keeps float32
+        score = (x * self.router).sum(-1)                # no matrix product: autocast keeps float32
         state = F.rms_norm(x.detach(), x.shape[-1:])
         forecast = (state * self.forecast).sum(-1) + self.forecast_bias
         if self.training:
@@ -125,7 +116,7 @@ class RoutedLayer(nn.Module):
         return index, passes.gather(1, index), score, {}
 
     def forward(self, x, position, turn, cache):
-        """-> the update to add to x, who passes (B, T), auxiliary losses. For one row, in plain code:
+        """-> the update to add to x, who passes (B, T), auxiliary losses. For one row:
         update = zeros_like(x); update[index] = score[index] * block(x[index])"""
         index, filled, score, aux = self.choose(x)
         passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
@@ -186,8 +177,9 @@ class Block(nn.Module):
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. No token sees
-        empty slots: in a call they come last, and in a cache their position is after any query's."""
+        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. No token
+        sees empty slots: in a call they come last, and in a cache their position is after any
+        query's."""
         mask = None
         if cache is not None:
             if self.layer < len(cache):
@@ -200,8 +192,9 @@ class Block(nn.Module):
                 cache.append((k, v, seen))
             mask = (seen[:, None] <= position[:, :, None])[:, None]      # (B, 1, T, S)
         dropout = self.dropout.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
-                                              is_causal=mask is None, enable_gqa=q.size(1) > k.size(1))
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            enable_gqa=q.size(1) > k.size(1))            # fewer heads in k, v
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -240,13 +233,13 @@ class STLMDepth(nn.Module):
         passed = {}
         for i in layers:
             if self.config.is_routed(i):
-                update, passed[i], found = self.layers[i](x, position, turn, cache)
-                losses.append(found)
+                update, passed[i], layer_losses = self.layers[i](x, position, turn, cache)
+                losses.append(layer_losses)
             else:
                 update = self.layers[i](x, position, turn, cache)
             if self.training and self.drop_rate(i) > 0:
                 stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
-                update = update * stays                  # drops whole rows; no scaling, as in LayerSkip
+                update = update * stays                  # drops rows; no scaling, as in LayerSkip
             x = x + update
             states.append(x)
         return states, mean_of(losses), passed
@@ -256,7 +249,8 @@ class STLMDepth(nn.Module):
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         return self.run(self.dropout(self.wte(idx)), range(self.config.n_layer), past, cache)
 
     def features(self, idx, cache=None):
@@ -269,7 +263,7 @@ class STLMDepth(nn.Module):
         return F.linear(self.norm_f(state), self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         states, aux, _ = self.read(idx, cache)
         if targets is None:
             return self.exit_logits(states[-1]), None, aux
@@ -338,7 +332,7 @@ class STLMDepth(nn.Module):
         return idx
 
     def forget(self, cache, length):
-        """Drop all but the first `length` tokens; in routed layers, where rows differ, hide them."""
+        """Drop all but the first `length` tokens. Routed layers, where rows differ, hide them."""
         for i, (k, v, position) in enumerate(cache):
             if self.config.is_routed(i):
                 cache[i] = (k, v, position.masked_fill(position >= length, NEVER))
@@ -347,8 +341,8 @@ class STLMDepth(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it skips
-        it. Not the scores, which may be negative. Call eval() first."""
+        """{layer: (B, T, 2)}: 1 and 0 where a token passes through the block, 0 and 1 where it
+        skips it. Not the scores, which may be negative. Call eval() first."""
         _, _, passed = self.read(idx)
         return {f'layers.{i}': torch.stack((p, 1 - p), -1) for i, p in passed.items()}
 
@@ -365,7 +359,7 @@ class STLMDepth(nn.Module):
 def mean_of(losses):
     """[{name: value}, ...] of the routed layers -> {name: mean value}."""
     names = losses[0] if losses else {}
-    return {name: torch.stack([each[name] for each in losses]).mean() for name in names}
+    return {name: torch.stack([layer[name] for layer in losses]).mean() for name in names}
 
 
 def probabilities(logits, temperature, top_k):
@@ -381,10 +375,10 @@ def probabilities(logits, temperature, top_k):
 
 def accept(p, drafts, draft_probs):
     """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
-    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft. A
-    draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
+    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft.
+    A draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
     proportion to max(0, p - q). So every token has the distribution p."""
-    kept = []
+    accepted = []
     for i, (x, q) in enumerate(zip(drafts, draft_probs)):
         ratio = p[:, i].gather(1, x) / q.gather(1, x)
         rest = (p[:, i] - q).clamp(min=0)
@@ -392,9 +386,9 @@ def accept(p, drafts, draft_probs):
         stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
         if not stays.all():                              # rows whose draft stays keep it
             rest = torch.where(stays, p[:, i], rest)     # multinomial refuses a row of zeros
-            return [*kept, torch.where(stays, x, torch.multinomial(rest, 1))]
-        kept.append(x)
-    return [*kept, torch.multinomial(p[:, -1], 1)]
+            return [*accepted, torch.where(stays, x, torch.multinomial(rest, 1))]
+        accepted.append(x)
+    return [*accepted, torch.multinomial(p[:, -1], 1)]
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

@@ -8,8 +8,9 @@ A router that learns should beat this. The table knows neither context nor frequ
 a common word have more to do, and a word with two meanings always takes the same blocks. But a
 block sees the same words from the first step to the last, and nothing ever collapses.
 
-Roller, Sukhbaatar, Szlam, Weston 2021, "Hash Layers For Large Sparse Models", random hash. With K = 1
-it is theirs; for K > 1 we take the mean of K blocks (their MultiHash joins parts of K experts).
+Roller, Sukhbaatar, Szlam, Weston 2021, "Hash Layers For Large Sparse Models", random hash.
+With K = 1 it is theirs; for K > 1 we take the mean of K blocks (their MultiHash joins parts of
+K experts).
 """
 
 import torch

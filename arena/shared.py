@@ -20,17 +20,17 @@ from moep import MoEP, MoEPConfig, Router
 class SharedRouter(Router):
     def __init__(self, d, n_choices, config):
         super().__init__(d, n_choices, config)
-        if config.top_k < 2:
-            raise ValueError('top_k = 1 leaves nothing to choose beside the shared block; set 2 or more')
+        assert config.top_k > 1, 'top_k = 1 leaves nothing to choose beside the shared block'
 
-    def forward(self, x_ND):
-        with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            score_NE = self.linear(x_ND.to(self.linear.weight.dtype))
-        rest = score_NE[:, 1:].softmax(-1)                      # (N, E-1)
-        best = rest.argsort(descending=True, stable=True)[:, :self.config.top_k - 1]    # (N, K-1)
-        choice_NK = torch.cat((torch.zeros_like(best[:, :1]), best + 1), 1)
+    def choose(self, score_NE):
+        others = score_NE[:, 1:].softmax(-1)                    # (N, E-1)
+        best = others.argsort(descending=True, stable=True)[:, :self.config.top_k - 1] + 1
+        return torch.cat((torch.zeros_like(best[:, :1]), best), 1)
+
+    def weigh(self, score_NE, choice_NK):
         gate_NK = score_NE.gather(1, choice_NK).softmax(-1)     # p / sum(p) over the chosen
-        return gate_NK, choice_NK, dict(balance=self.balance_loss(rest, best))
+        others = score_NE[:, 1:].softmax(-1)                    # (N, E-1)
+        return gate_NK, dict(balance=self.balance_loss(others, choice_NK[:, 1:] - 1))
 
 
 class SharedMoEP(MoEP):

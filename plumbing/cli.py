@@ -1,12 +1,11 @@
 """
-Command lines: one-line errors, parsers, files that are complete or not there, readers of text.
+Command lines: one-line errors, parsers, files that are complete or not there.
 
 A user's mistake ends in one line that says what to do, with exit code 2. A bug keeps its traceback.
 """
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -129,37 +128,3 @@ def reading(path):
         first_line = str(error).partition('\n')[0]
         reason = getattr(error, 'strerror', None) or f'{type(error).__name__}: {first_line}'
         raise UserError(f'{path} cannot be read: {reason}') from None
-
-
-def open_packed(path):
-    """A plain, .gz, .xz or .bz2 file, to be read as bytes."""
-    kind = {'.gz': 'gzip', '.xz': 'lzma', '.bz2': 'bz2'}.get(Path(path).suffix.lower(), 'builtins')
-    return importlib.import_module(kind).open(path, 'rb')        # a Python may lack lzma and bz2
-
-
-def read_lines(path):
-    """(number, text) of each line of a plain, .gz, .xz or .bz2 file. A line ends at \\n only."""
-    with reading(path), open_packed(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode('utf-8-sig' if number == 1 else 'utf-8')
-            except UnicodeDecodeError:
-                raise UserError(f'{path}: line {number} is not UTF-8; convert the file first')
-            yield number, text.replace('\r\n', '\n')
-
-
-def read_rows(path, names, hint=''):
-    """(line number, row) of each row of a .jsonl file. These fields of it must hold text."""
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f'{path}:{number}: not a row of JSON ({error})')
-        fields = row if isinstance(row, dict) else {}
-        for name in names:
-            if not isinstance(fields.get(name), str):
-                has = ', '.join(fields) or 'no fields'
-                raise UserError(f"{path}:{number}: no text in '{name}' (the row has: {has}){hint}")
-        yield number, row

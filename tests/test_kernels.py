@@ -1,5 +1,7 @@
-"""stick_kernels.py against the blocks of queries that it replaces (moduleformer.StickBreaking, in float64):
-outputs and gradients. On a GPU; and by Triton's interpreter, where Triton can be imported."""
+"""
+plumbing/stick_kernels.py against the blocks of queries it replaces (moduleformer.StickBreaking,
+in float64): outputs and gradients. On a GPU; and by Triton's interpreter, where there is Triton.
+"""
 
 import importlib.util
 import os
@@ -16,7 +18,8 @@ from moduleformer import ModuleFormer, ModuleFormerConfig, StickBreaking
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs Triton')
-BOUNDS = {torch.float32: 5e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}    # of the largest; float32 as TF32
+# As shares of the largest number; float32 is multiplied as TF32.
+BOUNDS = {torch.float32: 5e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 SHAPES = [(1, 1, 1, 1, 0, 16), (2, 3, 7, 2, 0, 8), (1, 2, 70, 3, 30, 24), (1, 1, 1, 2, 200, 64),
           (1, 2, 150, 1, 77, 64), (1, 1, 90, 1, 0, 128)]                     # B, H, T, K, past, d
 
@@ -38,7 +41,8 @@ def with_gradients(function, tensors):
 
 
 def compare(tensors, function, bound):
-    want = with_gradients(lambda q, k, v: StickBreaking.apply(q, k, v, 64), [x.double() for x in tensors])
+    blocks = lambda q, k, v: StickBreaking.apply(q, k, v, 64)
+    want = with_gradients(blocks, [x.double() for x in tensors])
     for name, a, b in zip(('y', 'dq', 'dk', 'dv'), with_gradients(function, tensors), want):
         assert a.dtype == tensors[0].dtype and a.shape == b.shape, name
         error = ((a - b).abs().max() / (b.abs().max() + 1e-6)).item()
@@ -46,29 +50,31 @@ def compare(tensors, function, bound):
 
 
 def interpret():
-    """What the process of the next test runs. Small tiles: it is slow, and several tiles shall meet."""
-    import stick_kernels as kernels
+    """What the process of the next test runs. Small tiles, as it is slow and several must meet."""
+    from plumbing import stick_kernels as kernels
     number = lambda bound: bound if isinstance(bound, int) else bound.handle.data.item()
-    kernels.range = lambda *bounds: range(*map(number, bounds))      # NumPy 2.4 forbids int() of an array
+    kernels.range = lambda *bounds: range(*map(number, bounds))  # NumPy 2.4: no int() of an array
     kernels.TILES = {key: (16, (32, 1, 1), (16, 1, 1)) for key in kernels.TILES}
-    for size, shape in [(1, (1, 1, 1, 1, 0, 16)), (5, (2, 1, 7, 2, 0, 8)), (1, (1, 1, 17, 3, 30, 24))]:
-        dtype = torch.float16 if shape[-1] == 24 else torch.float32      # it has no bfloat16 products
-        compare(inputs(*shape, dtype, size), kernels.stick_breaking, 4e-3 if dtype == torch.float16 else 1e-4)
+    for size, shape, dtype, bound in [                   # the interpreter has no bfloat16 products
+            (1, (1, 1, 1, 1, 0, 16), torch.float32, 1e-4),
+            (5, (2, 1, 7, 2, 0, 8), torch.float32, 1e-4),
+            (1, (1, 1, 17, 3, 30, 24), torch.float16, 4e-3)]:
+        compare(inputs(*shape, dtype, size), kernels.stick_breaking, bound)
 
 
 @needs_triton
 def test_interpreted():
     env = {**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1',
            'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'tests')])}
-    done = subprocess.run([sys.executable, '-c', 'import test_kernels; test_kernels.interpret()'], env=env,
-                          capture_output=True, text=True)
+    code = 'import test_kernels; test_kernels.interpret()'
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_model_runs_without_kernels():
     spec = importlib.util.spec_from_file_location('alone', ROOT / 'moduleformer.py')
     alone = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, stick_kernels=None):     # an import of it fails
+    with mock.patch.dict(sys.modules, {'plumbing.stick_kernels': None}):    # an import of it fails
         spec.loader.exec_module(alone)
     x = torch.randint(37, (2, 6))
     shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
@@ -84,7 +90,7 @@ def test_a_model_runs_without_kernels():
 @pytest.mark.parametrize('dtype', BOUNDS)
 @pytest.mark.parametrize('shape', [*SHAPES, (2, 4, 512, 2, 512, 64), (1, 2, 3000, 1, 0, 64)])
 def test_kernels_are_the_blocks(shape, dtype):
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     torch.set_float32_matmul_precision('high')
     for size in (1.0, 3.0):
         tensors = inputs(*shape, dtype, size, 'cuda')
@@ -96,7 +102,7 @@ def test_kernels_are_the_blocks(shape, dtype):
 @needs_triton
 def test_compiled_and_recorded():
     """torch.compile in one graph, and a CUDA graph of forward and backward that is replayed."""
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     tensors = inputs(2, 2, 100, 2, 20, 64, torch.bfloat16, device='cuda')
     compare(tensors, torch.compile(kernels.stick_breaking, fullgraph=True), BOUNDS[torch.bfloat16])
     want = with_gradients(kernels.stick_breaking, tensors)
@@ -105,28 +111,28 @@ def test_compiled_and_recorded():
     weight = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1)).to(want[0])
     with torch.cuda.graph(graph):
         y = kernels.stick_breaking(*leaves)
-        found = [y, *torch.autograd.grad(y, leaves, weight)]
+        replayed = [y, *torch.autograd.grad(y, leaves, weight)]
     for _ in range(2):                                   # dk and dv start from zero each time
         graph.replay()
-    for a, b in zip(found, want):
+    for a, b in zip(replayed, want):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
 @needs_gpu
 @needs_triton
 def test_a_model_uses_them_under_autocast(monkeypatch):
-    """Memory of the last segment included. Each parameter's gradient is close to that of the blocks:
-    bfloat16 alone moves the smallest of them by up to 14%."""
+    """Memory of the last segment included. Each parameter's gradient is close to that of the
+    blocks: bfloat16 alone moves the smallest of them by up to 14%."""
     torch.manual_seed(0)
-    config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=2, d_att=64, n_head=2, n_ffd=2,
-                                d_ffd=64, d_router=32)   # all modules: rounding would flip choices
+    config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=2, d_att=64, n_head=2,
+                                n_ffd=2, d_ffd=64, d_router=32)   # K = E: rounding flips no choice
     model = ModuleFormer(config).cuda()
     x = torch.randint(100, (2, 2, 40), device='cuda')
-    found = []
+    gradients = []
     calls = []
     for has_kernels in (True, False):
         def can_fuse(*tensors, has_kernels=has_kernels):
-            import stick_kernels as kernels
+            from plumbing import stick_kernels as kernels
             calls.append(has_kernels and kernels.can_fuse(*tensors))
             return calls[-1]
         monkeypatch.setattr(moduleformer, 'can_fuse', can_fuse)
@@ -136,16 +142,16 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
             model(x[0], cache=cache)
             cache = [(k.detach(), v.detach()) for k, v in cache]
             model(x[1], x[1].flip(1), cache=cache)[1].backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert calls == [True] * 4 + [False] * 4
-    for name, grad in found[0].items():
-        assert (grad - found[1][name]).norm() <= 0.2 * found[1][name].norm() + 1e-6, name
+    for name, grad in gradients[0].items():
+        assert (grad - gradients[1][name]).norm() <= 0.2 * gradients[1][name].norm() + 1e-6, name
 
 
 @needs_gpu
 @needs_triton
 def test_memory_is_linear():
-    import stick_kernels as kernels
+    from plumbing import stick_kernels as kernels
     peaks = []
     for T in (2048, 8192):
         tensors = inputs(1, 4, T, 2, 0, 64, torch.bfloat16, device='cuda')

@@ -22,7 +22,7 @@ from plumbing.cli import UserError
 from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
                                 ranks_blob, train_bpe)
-from plumbing.wiki import clean
+from plumbing.text import clean
 from prepare import find_files, read_documents, write_data_set
 
 

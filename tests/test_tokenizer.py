@@ -10,10 +10,11 @@ import tiktoken
 import tiktoken.load
 
 from plumbing import tokenizer as tokenizers
+from plumbing.bpe import train_bpe
 from plumbing.cli import UserError
 from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, chunk_tokenizer,
                                 copy_tokenizer, load_meta, load_tokenizer, neox_tokenizer,
-                                rank_tokenizer, ranks_blob, train_bpe)
+                                rank_tokenizer, ranks_blob)
 from prepare import write_data_set
 
 TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from plumbing.cli import (Parser, UserError, between, human, read_lines, read_rows, reading,
-                          run_main, write_json)
+from plumbing.cli import Parser, UserError, between, human, reading, run_main, write_json
+from plumbing.text import read_lines, read_rows
 
 
 def throw(error):

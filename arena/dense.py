@@ -1,8 +1,8 @@
 """
-Strong: today's plain Transformer, a baseline to beat, and its routed sibling.
+Dense: today's plain Transformer, the baseline of the arena, and its routed sibling.
 
-There is no paper behind this file. A routed model that beats a weak GPT-2 proves nothing, so here is
-what small dense models are made of today, after modded-nanogpt (Jordan et al. 2024) and nanochat
+There is no paper behind this file. A routed model that beats a weak GPT-2 proves nothing, so here
+is what small dense models are made of today, after modded-nanogpt (Jordan et al. 2024) and nanochat
 (Karpathy 2025). The differences from GPT-2, each a line or two:
 
     RMSNorm without gains, also on the embeddings     rotary positions
@@ -16,8 +16,8 @@ equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast paths", the last
 section: where it is used, a comment says in plain code what it computes.
 Measured on the toy stories (0.5M tokens, three seeds, each at its best learning rate): dense loss
-1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds: 1.256
-bits per byte, with Muon 1.233 (docs/arena.md).
+1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
+1.256 bits per byte, with Muon 1.233 (docs/arena.md).
 
 Choices, and their reasons:
 - No gains: the matrix after most norms can hold one as well (not after those of the embeddings, of
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 
 @dataclass
-class StrongConfig:
+class DenseConfig:
     vocab_size: int = 16384           # tokens the model knows, end-of-text included
     block_size: int = 512             # longest context
     n_layer: int = 12                 # blocks
@@ -55,21 +55,13 @@ class StrongConfig:
     sparse: bool = True               # False: all E experts for every token, then drop E - K
 
     def __post_init__(self):
-        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'n_expert'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)} is too small')
-        if self.n_embd % (2 * self.n_head):              # rotary positions turn pairs of channels
-            raise ValueError(f'a width of {self.n_embd} cannot be split into {self.n_head} heads '
-                             'of an even width')
-        if not 1 <= self.top_k <= self.n_expert:
-            raise ValueError(f'top_k is {self.top_k}; it must lie between 1 and n_expert = {self.n_expert}')
-        if self.n_shared < 0 or self.n_shared and self.n_expert == 1:
-            raise ValueError(f'n_shared = {self.n_shared} goes with n_expert > 1, and is at least 0')
-        if 4 * self.n_embd % (self.top_k + self.n_shared):
-            raise ValueError(f'a width of {4 * self.n_embd} cannot be split into '
-                             f'{self.top_k + self.n_shared} experts (top_k + n_shared)')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout = {self.dropout} must be at least 0 and less than 1')
+        assert self.n_embd % (2 * self.n_head) == 0, \
+            f'a width of {self.n_embd} has no {self.n_head} heads of even width'
+        assert 1 <= self.top_k <= self.n_expert, \
+            f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
+        assert not self.n_shared or self.n_expert > 1, 'n_shared needs n_expert > 1'
+        assert 4 * self.n_embd % (self.top_k + self.n_shared) == 0, \
+            'top_k + n_shared must divide 4 * n_embd: it sets the width of an expert'
 
 
 # ---- The dense block -----------------------------------------------------------------------------
@@ -97,7 +89,8 @@ class Block(nn.Module):
         c, D = config, config.n_embd
         self.config = config
         self.layer = layer
-        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))  # Muon takes each by itself
+        # Three matrices, not one: Muon treats each by itself.
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
         self.proj = nn.Linear(D, D, bias=False)
         self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c, router)
         self.dropout = nn.Dropout(c.dropout)
@@ -107,7 +100,7 @@ class Block(nn.Module):
         n = norm(x)
         heads = (B, T, self.config.n_head, -1)
         q, k, v = (linear(n).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), length sqrt(d): scores up to sqrt(d)
+        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), of length sqrt(d)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         y, losses = self.ffn(norm(x))
@@ -141,43 +134,58 @@ def attend(q, k, v, cache, layer, dropout):
     mask = None                                          # if causal, or if one query sees every key
     if 1 < T < S:                                        # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) > k.size(1))  # fewer heads in k, v
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+        enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
 # ---- The routed sibling: K of E experts instead of one FFN ---------------------------------------
 
 class Router(nn.Module):
-    """Scores E experts per token, keeps the best K -> gates (N, K) that sum to 1, choices (N, K),
+    """Scores E experts per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
     losses by name."""
-    def __init__(self, config):
+    def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
-        self.linear = nn.Linear(config.n_embd, config.n_expert, bias=False)
+        self.n_choices = n_choices
+        self.linear = nn.Linear(d, n_choices, bias=False)
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):                              # how good is each choice?
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        best_NE, order_NE = prob_NE.sort(descending=True, stable=True)  # the lower index wins a tie
-        gate_NK, choice_NK = best_NE[:, :self.config.top_k], order_NE[:, :self.config.top_k]
+            return self.linear(x_ND.to(self.linear.weight.dtype))
+
+    def choose(self, score_NE):                         # which K does a token take?
+        prob_NE = score_NE.softmax(-1)
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):               # with which gates?
+        prob_NE = score_NE.softmax(-1)
+        gate_NK = prob_NE.gather(1, choice_NK)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
-        return gate_NK, choice_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
+        return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
-        """Switch: E * sum of (share of the picks) * (mean probability); 1 if balanced, at most E/K."""
+        """Switch: E * sum of share of the picks * mean probability; 1 if balanced, at most E/K."""
         chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
         share_E = chosen_NE.mean(0) / choice_NK.size(1)  # of all N*K picks, no gradient
         return prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()
 
 
 class Experts(nn.Module):
-    """out[t] = K * sum_k gate[t, k] * expert[choice[t, k]](x[t]) + what the shared experts return"""
+    """out[t] = K * sum_k gate[t, k] * expert[choice[t, k]](x[t]) + shared experts(x[t])"""
     def __init__(self, config, router):
         super().__init__()
         c, D = config, config.n_embd
         hidden = 4 * D // (c.top_k + c.n_shared)
         self.config = c
-        self.router = router(c)
+        self.router = router(D, c.n_expert, c)
         self.fc = nn.Parameter(torch.empty(c.n_expert, D, hidden))
         self.down = nn.Parameter(torch.empty(c.n_expert, hidden, D))
         self.shared = FeedForward(D, c.n_shared * hidden) if c.n_shared else None
@@ -204,7 +212,7 @@ class Experts(nn.Module):
 
 # ---- The model -----------------------------------------------------------------------------------
 
-class Strong(nn.Module):
+class Dense(nn.Module):
     router = Router                                      # a class; a subclass can name another
 
     def __init__(self, config):
@@ -218,7 +226,7 @@ class Strong(nn.Module):
     def init_weights(self):
         """Maps that add to the residual stream are 0: at first a block returns what it was given.
         The others keep the size of what they read, 1/sqrt(fan-in); embedding and router are small.
-        So at first a token predicts itself, with a logit of 0.02 * n_embd: the loss is above ln V."""
+        So at first a token predicts itself, with a logit of 0.02 * n_embd: a loss above ln V."""
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
@@ -234,7 +242,8 @@ class Strong(nn.Module):
         past = cache[0][0].size(2) if cache else 0
         length = past + idx.size(1)
         if length > self.config.block_size:
-            raise ValueError(f'{length} tokens are more than the block_size of {self.config.block_size}')
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
         x = self.dropout(norm(self.wte(idx)))            # (B, T, D)
         aux = {}
         for block in self.blocks:
@@ -244,7 +253,7 @@ class Strong(nn.Module):
         return norm(x), aux
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored): None, loss, aux. A cache is extended in place."""
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
             return F.linear(x, self.wte.weight), None, aux
@@ -272,24 +281,24 @@ class Strong(nn.Module):
     @torch.no_grad()
     def routes(self, idx):
         """{layer: (B, T, E)}: the gates, which sum to 1; 0 if not chosen. Call eval() first."""
-        found = {}                                       # in the order in which a token meets them
+        routes = {}                                      # in the order in which a token meets them
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
                 if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.ffn.router')):
                         gate_NK, choice_NK, losses = result
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), self.config.n_expert)
-                        found[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
+                        routes[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
-        return found
+        return routes
 
     def count_params(self):
         """Total, and active: K of E experts. wte counts once, as the head."""
         total = sum(p.numel() for p in self.parameters())
         idle = 0
         for name, p in self.named_parameters():
-            if p.dim() == 3 and '.router.' not in name:  # stacks: E experts, E adapters (lora.py)
+            if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
                 idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
         return total, total - idle
 
@@ -323,23 +332,23 @@ class Gather(torch.autograd.Function):
 
 
 def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand. A loop
-    serves float64, float16, float32 on a GPU or compiled, and widths not a multiple of 16 bytes."""
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
+    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
     cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    known = cpu_float32 or x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and known and aligned:
+    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
         return GroupedProduct.apply(x_RD, w_EDF, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
 
 
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for a
-    tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: at most 32 parts in all."""
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
+    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -373,4 +382,4 @@ def head_loss(x, weight, targets, reduction):
     return loss.view_as(targets) if reduction == 'none' else loss
 
 
-Config, Model = StrongConfig, Strong                     # what train.py looks for
+Config, Model = DenseConfig, Dense                       # what train.py looks for

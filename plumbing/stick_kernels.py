@@ -1,6 +1,6 @@
 """
 Stick-breaking attention in Triton: one GPU kernel forward, one backward. Optional: moduleformer.py
-uses it if it is in the same folder and `can_fuse` allows it, else its own `StickBreaking` in torch.
+uses it if it can import it and `can_fuse` allows it, else its own `StickBreaking` in torch.
 `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k
@@ -29,16 +29,16 @@ difference of large numbers, in bfloat16.)
 
 Backward also needs rest_i. Forward keeps `rest` as it is at the end of its walk, and backward
 undoes the steps: log rest_i = log rest_{i-1} - log(1 - sigmoid(z_i)). Over thousands of keys this
-would become a small difference of large numbers, too. But once rest < 2^-150, all older weights are 0
-in float32, and the query is dead: its rest stays fixed, and `oldest` is the tile of keys in which it
-died (0 if it never did). Once all queries of a program are dead, both walks skip the older keys.
+would become a small difference of large numbers, too. But once rest < 2^-150, all older weights are
+0 in float32, and the query is dead: its rest stays fixed, and `oldest` is the tile of keys in which
+it died (0 if it never did). Once all queries of a program are dead, both walks skip the older keys.
 
 Finally, as z = q . k / sqrt(D): dL/dq = dL/dz k / sqrt(D), dL/dk = dL/dz^T q / sqrt(D), and
 dL/dv = p^T dL/dy. Programs of different queries add to the same dL/dk and dL/dv, in float32 and in
 any order, so two runs can differ in the last bits.
 
-Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T are
-the tokens' own, so the first token stands at `first` = S - T), H heads, D width of a head. q is
+Letters: B batch, T tokens, K queries for each of them, M = T*K rows of queries, S keys (the last T
+are the tokens' own, so the first token stands at `first` = S - T), H heads, D width of a head. q is
 (B, T, K, H, D), k and v (B, S, H, D), as linear layers make them. k_b, k_s, k_h are k's strides.
 
 What to look at first: `logs_of_stick`, `forward_kernel`, `backward_kernel`. The rest calls them.
@@ -52,7 +52,7 @@ import triton.language as tl
 from torch import Tensor
 
 DEAD = tl.constexpr(-150.0)              # log2 of a rest that is 0 in float32
-RUN = tl.constexpr(8)                    # tiles of keys between two checks whether all queries are dead
+RUN = tl.constexpr(8)                    # tiles of keys between two checks for dead queries
 
 # {(bits of a number, width of a head): (keys of a tile, forward, backward)}, the last two each as
 # (queries of a tile, warps, stages of the load pipeline). They change the speed, not the results.
@@ -66,14 +66,14 @@ TILES = {(16, 64): (32, (64, 4, 3), (64, 4, 3)),
 
 @triton.jit
 def place(rows, stride, n, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets of a tile of whole rows, and which of them exist: WIDTH, a power of 2, may exceed D."""
+    """Offsets of a tile of rows, and which of them exist: WIDTH, a power of 2, may exceed D."""
     columns = tl.arange(0, WIDTH)
     return rows[:, None] * stride + columns[None, :], (rows < n)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
 def logs_of_stick(q, k, keys, position, scale):
-    """log_match = log2 sigmoid(z), log_pass = log2 (1 - sigmoid(z)). A key after the query: -inf and 0."""
+    """log_match = log2 sigmoid(z), log_pass = log2 (1 - sigmoid(z)). A later key: -inf, 0."""
     z = tl.dot(q, tl.trans(k)) * scale                   # base 2: scale = log2(e) / sqrt(D)
     z = tl.where(keys[None, :] <= position[:, None], z, -float('inf'))
     small = tl.log2(1 + tl.exp2(-tl.abs(z)))                             # never overflows
@@ -154,7 +154,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
     dy = tl.load(dy_ptr + at, mask=exists, other=0.0)
     row_at = tl.program_id(0).to(tl.int64) * M + rows
     rest = tl.load(rest_ptr + row_at, mask=rows < M, other=0.0)
-    oldest = tl.load(oldest_ptr + row_at, mask=rows < M, other=2**30)    # rows that do not exist: no tile
+    oldest = tl.load(oldest_ptr + row_at, mask=rows < M, other=2**30)    # no row: no tile
     k_ptr += b * k_b + h * k_h
     v_ptr += b * v_b + h * v_h
     dk_ptr += (b * S * H + h) * D
@@ -171,7 +171,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, rest_ptr, oldest_ptr, dy_ptr, dq_ptr, d
         k = tl.load(k_ptr + k_at, mask=k_exists, other=0.0)
         v = tl.load(v_ptr + v_at, mask=v_exists, other=0.0)
         log_match, log_pass = logs_of_stick(q, k, keys, position, scale)
-        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)   # as in forward before this tile
+        rest -= tl.where(tile >= oldest, tl.sum(log_pass, 1), 0.0)  # as in forward before this tile
         p = tl.exp2(log_match + sum_later(log_pass, later) + rest[:, None])
         g = p * tl.dot(dy, tl.trans(v))
         g_older = tl.dot(g.to(q.dtype), older) + g_sum[:, None]
@@ -213,7 +213,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @forward.register_fake
-def make_outputs(q, k, v):                               # shapes for torch.compile; forward uses it, too
+def make_outputs(q, k, v):                               # shapes for torch.compile; used by forward
     B, T, K, H, D = q.shape
     rest = q.new_empty(B, H, T * K, dtype=torch.float32)
     return q.new_empty(q.shape), rest, torch.empty_like(rest, dtype=torch.int32)
@@ -260,9 +260,9 @@ def known_dtypes():
 
 
 def can_fuse(q, k, v):
-    """Whether the kernels take these tensors. Heads wider than 128 do not fit into registers. float32
-    is multiplied as TF32, which torch must allow. If torch must be deterministic, the kernels are not
-    used: dk and dv can differ in their last bits from run to run."""
+    """Whether the kernels take these tensors. Heads wider than 128 do not fit into registers.
+    float32 is multiplied as TF32, which torch must allow. If torch must be deterministic, the
+    kernels are not used: dk and dv can differ in their last bits from run to run."""
     if not q.is_cuda or torch.version.cuda is None or torch.are_deterministic_algorithms_enabled():
         return False
     return q.dtype in known_dtypes() and q.dtype == k.dtype == v.dtype and q.size(-1) <= 128
@@ -271,5 +271,5 @@ def can_fuse(q, k, v):
 def stick_breaking(q, k, v):
     """q (B, H, T, K, D): K queries for each of T tokens; k, v (B, H, S, D) -> (B, H, T, K, D)."""
     k, v = (x.transpose(1, 2) for x in (k, v))
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))    # the kernels read adjacent numbers
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # kernels need stride 1
     return forward(q.permute(0, 2, 3, 1, 4), k, v)[0].permute(0, 3, 1, 2, 4)
