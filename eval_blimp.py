@@ -34,8 +34,9 @@ import torch
 from tqdm import tqdm
 
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, human, read_rows, run_main, write_json
+from plumbing.cli import Parser, UserError, between, human, run_main, write_json
 from plumbing.machine import Machine
+from plumbing.text import read_rows
 from prepare import make_missing_toys
 
 PUBLISHED = Path(__file__).parent / 'plumbing/blimp_published.txt'

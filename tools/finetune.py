@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import (
-    Parser, UserError, between, human, read_lines, reading, run_main, write_json)
+from plumbing.cli import Parser, UserError, between, human, reading, run_main, write_json
 from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
+from plumbing.text import read_lines
 from prepare import make_missing_toys
 from tools.lora import add_lora, merge_lora
 from train import as_tensor, learning_rate, make_optimizer, set_rate, tokens_at
