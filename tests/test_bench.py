@@ -1,4 +1,4 @@
-"""tools/bench.py: what it counts, by hand; that it takes train.py's steps. No times are asserted."""
+"""tools/bench.py: what it counts, by hand, and that it takes train.py's steps. No times."""
 
 import json
 import pickle

@@ -112,6 +112,6 @@ def test_a_prompt_inside_a_chunk_of_bytes(call, train_tiny):
     folder = train_tiny('config/stlm_bytes.py', '--block_size=72', '--n_layer=1')
     text = call('--prompt', 'Once upon a ti', '--max_new_tokens', 40, folder=folder)
     assert text.startswith('Once upon a ti') and len(text) > 16
-    for before in ('', 5 * 'The dogs run. '):            # more than it reads: full chunks are cut off
+    for before in ('', 5 * 'The dogs run. '):            # a long one loses full chunks
         lines = call('--prompt', before + 'Once upon a ti', '--next', 257, folder=folder)
         assert '<end>' in lines and '<eot>' not in lines
