@@ -419,8 +419,9 @@ def main():
             write_json(args.json, dict(settings=vars(args), model=ckpt['model'], averages=means,
                                        tasks=results))
     for suite, value in means.items():
-        about = f'with BLiMP {blimp:.2f}'
-        if suite != 'macro':
+        if suite == 'macro':
+            about = f'with BLiMP {blimp:.2f}'
+        else:
             about = f"{value['tasks']} of its {value['of']} tasks"
         print(f"{suite:21}{value['mean']:8.2f}   {about}")
 
