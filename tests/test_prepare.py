@@ -18,10 +18,11 @@ import pytest
 
 import prepare
 from conftest import ROOT, documents
+from plumbing.bpe import train_bpe
 from plumbing.cli import UserError
 from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
-                                ranks_blob, train_bpe)
+                                ranks_blob)
 from plumbing.text import clean
 from prepare import find_files, read_documents, write_data_set
 
