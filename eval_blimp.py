@@ -10,21 +10,20 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
 `python prepare.py blimp` downloads BLiMP. BabyLM's subsets are folders of its evaluation data
 (docs/eval_blimp.md); `python prepare.py blimp --name blimp_fast --input FOLDER` copies one.
 
-The score of a sentence is the sum of the natural-log probabilities of its tokens; a pair is right if
-good >= bad. A sentence becomes tokens in one of two ways, as the official pipelines do it:
+The score of a sentence is the sum of the natural-log probabilities of its tokens; a pair is right
+if good >= bad. A sentence becomes tokens in one of two ways, as the official pipelines do it:
 
     harness      [end-of-text] + encode(' ' + sentence); every token of the sentence is scored
                  (lm-evaluation-harness; BabyLM up to 2024)
     babylm2025   encode(sentence); the first token is read, but not scored (BabyLM 2025)
 
-For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence (`harness`
-only). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64, so that
-rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
+For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence
+(`harness` only). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64,
+so that rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
 `sentence_good` and `sentence_bad`; `UID` (else the file's name) is the paradigm,
 `linguistics_term` the phenomenon.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from itertools import chain
@@ -34,16 +33,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import prepare
 from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, check_writable, run_main, short, write_json
+from plumbing.cli import Parser, UserError, between, human, run_main, write_json
 from plumbing.machine import Machine
+from plumbing.text import read_rows
+from prepare import make_missing_toys
 
-PUBLISHED = Path(__file__).resolve().parent / 'docs/results/blimp_published.txt'
+PUBLISHED = Path(__file__).parent / 'plumbing/blimp_published.txt'
 
 
 # ---- Minimal pairs ------------------------------------------------------------------------------
-
 
 @dataclass
 class Paradigm:
@@ -56,35 +55,29 @@ def read_pairs(data):
     """{name: Paradigm} of a folder of .jsonl files, or of one such file."""
     data = Path(data)
     files = [data] if data.is_file() else sorted(data.glob('[!.]*.jsonl'))
-    if not files:
-        what = 'no .jsonl file in' if data.is_dir() else 'there is no folder'
-        raise UserError(f'{what} {data}; BLiMP comes with: python prepare.py blimp '
-                        '(your own pairs: --data FILE.jsonl, or a folder of them)')
     paradigms = {}
     for path in files:
-        rows = list(prepare.read_rows(path, ['sentence_good', 'sentence_bad']))
-        if not rows:
-            raise UserError(f'{path}: there is no pair in it')
-        for number, row in rows:
-            good, bad = row['sentence_good'], row['sentence_bad']
-            if not good.strip() or not bad.strip():
-                raise UserError(f'{path}:{number}: a sentence is empty')
-            name = str(row.get('UID') or path.stem)
-            term = str(row.get('linguistics_term') or '')
-            term = 'argument_structure' if term == 's-selection' else term   # 13 terms, 12 phenomena
-            field = str(row.get('field') or '').replace('/', '_')        # both spellings occur
-            paradigms.setdefault(name, Paradigm(term or None, field or None, []))
-            paradigms[name].pairs.append(((path, number), good, bad))
+        for number, row in read_rows(path, ['sentence_good', 'sentence_bad']):
+            name = row.get('UID') or path.stem
+            term = row.get('linguistics_term')
+            if term == 's-selection':                    # 13 terms, 12 phenomena
+                term = 'argument_structure'
+            field = (row.get('field') or '').replace('/', '_')   # both spellings occur
+            paradigms.setdefault(name, Paradigm(term, field, []))
+            pair = row['sentence_good'], row['sentence_bad']
+            paradigms[name].pairs.append(((path, number), *pair))
+    if not paradigms:
+        raise UserError(f'there are no .jsonl files with pairs in {data}; BLiMP itself comes with '
+                        'python prepare.py blimp')
     return dict(sorted(paradigms.items()))
 
 
 # ---- Scores -------------------------------------------------------------------------------------
 
-
 class Sentences:
-    """Each distinct sentence of the pairs, once, as token ids (after end-of-text in `harness` mode).
-    Sorted, so that batches, and with them rounding, do not depend on the order of files. Two
-    identical sentences of a pair have one score: an exact tie."""
+    """Each distinct sentence of the pairs, once, as token ids. Sorted, so that batches, and with
+    them rounding, do not depend on the order of files. Two identical sentences of a pair have one
+    score: an exact tie."""
 
     def __init__(self, paradigms, tokenizer, mode='harness'):
         slots = len(tokenizer.end)                       # ids in a chunk or sentence; 1: tokens
@@ -101,8 +94,8 @@ class Sentences:
         self.length = np.array([len(ids) for ids in self.ids])
         # The first token (or chunk) is only read. Padding inside chunks is not a target either.
         self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
-        # The last token is only predicted. The last chunk is read, too: each symbol in it may help to
-        # predict the next.
+        # The last token is only predicted. The last chunk is read, too: each symbol in it may help
+        # to predict the next.
         unread = 1 if slots == 1 else 0
         self.width = np.maximum(self.length - unread, slots)     # at least one token
         self.context = math.inf                          # the smallest of the models that read them
@@ -119,24 +112,25 @@ class Sentences:
 
 
 def read_sentences(paradigms, args):
-    """{tokenizer: Sentences}. A broken checkpoint is reported here, before any is scored."""
-    found = {}
+    """{tokenizer: Sentences}. A missing checkpoint is reported here, before any is scored."""
+    by_tokenizer = {}
     for path in args.runs:
         ckpt = read_checkpoint(path)                     # for its context; it is built later
         key = ckpt['tokenizer']
-        if key not in found:
+        if key not in by_tokenizer:
             tokenizer = run_tokenizer(ckpt)
             if tokenizer.kind == 'sentences' and args.mode != 'harness':
-                raise UserError(f'{path} reads whole sentences, of which --mode {args.mode} does not '
-                                'score the first; take --mode harness')
-            found[key] = Sentences(paradigms, tokenizer, args.mode)
-        found[key].context = min(found[key].context, ckpt['config']['block_size'])
-    return found
+                raise UserError(f'{path} reads sentences, and --mode {args.mode} does not score '
+                                'the first: take --mode harness')
+            by_tokenizer[key] = Sentences(paradigms, tokenizer, args.mode)
+        sentences = by_tokenizer[key]
+        sentences.context = min(sentences.context, ckpt['config']['block_size'])
+    return by_tokenizer
 
 
 def leave_out_long(paradigms, by_tokenizer, skip_long):
-    """A cut sentence would get the score of another one, so nothing is cut. A pair that is too long
-    for one model is an error, or is left out for all of them -> how many are left out."""
+    """A cut sentence would get the score of another one, so nothing is cut. A pair that is too
+    long for one model is an error, or left out for all of them -> how many are left out."""
     total = sum(len(p.pairs) for p in paradigms.values())
     long = {}                                            # {(file, line): how long}
     for p in paradigms.values():
@@ -147,9 +141,8 @@ def leave_out_long(paradigms, by_tokenizer, skip_long):
                     long[place] = f'needs {width} tokens of context, block_size is {s.context}'
     if long and (len(long) == total or not skip_long):
         (path, number), why = next(iter(long.items()))
-        skip = '--skip_long leaves them out, ' if len(long) < total else ''
-        raise UserError(f'{len(long):,} of {total:,} pairs are too long, the first is {path}:{number} '
-                        f'({why}); {skip}a larger block_size reads them')
+        raise UserError(f'{len(long):,} of {total:,} pairs are too long, the first is '
+                        f'{path}:{number} ({why}); --skip_long leaves them out')
     for name, p in list(paradigms.items()):
         p.pairs = [pair for pair in p.pairs if pair[0] not in long]
         if not p.pairs:
@@ -178,13 +171,11 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
         targets = ids.masked_fill(~is_target, -1)
         _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')
         scores[rows] = -nats.cpu().double().sum(1).numpy()
-    if np.isnan(scores).any():
-        raise UserError("the model's probabilities are not numbers (nan): this checkpoint is broken")
     return scores
 
 
 def evaluate(paradigms, sentences, scores):
-    """Per paradigm: accuracy, how often the good sentence has fewer tokens (equal: half), the scores."""
+    """Per paradigm: accuracy, how often the good sentence has fewer tokens, and the scores."""
     result = {}
     for name, p in paradigms.items():
         places, good_texts, bad_texts = zip(*p.pairs)
@@ -230,7 +221,6 @@ def score_checkpoint(path, paradigms, by_tokenizer, args):
 
 # ---- Tables -------------------------------------------------------------------------------------
 
-
 def groups(paradigms):
     """[(heading, name, the names of its paradigms)]: overall, fields, phenomena."""
     rows = [('', 'overall', list(paradigms))]
@@ -250,15 +240,13 @@ def mean(column, names):
 
 
 def published_columns(paradigms):
-    """{column: {paradigm: percent}} beside BLiMP's own paradigms; beside others, such as the toy's, none."""
+    """{column: {paradigm: percent}} beside BLiMP's own paradigms; beside the toy's, none."""
     lines = PUBLISHED.read_text(encoding='utf-8').splitlines()
     head, *rows = [line.split() for line in lines if not line.startswith('#')]
     if not set(paradigms) <= {row[0] for row in rows}:
         return {}
-    columns = {}
-    for i, column in enumerate(head[1:], 1):
-        columns[column] = {row[0]: float(row[i]) for row in rows}
-    return columns
+    return {column: {row[0]: float(row[i]) for row in rows}
+            for i, column in enumerate(head[1:], 1)}
 
 
 def table(paradigms, columns, all_paradigms):
@@ -284,23 +272,25 @@ def show(paradigms, runs, skipped, args):
     first = runs[0]['paradigms'].values()
     pairs = sum(r['pairs'] for r in first)
     identical = sum(r['identical'] for r in first)
-    print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigm{"s" * (len(paradigms) != 1)}, '
+    plural = 's' * (len(paradigms) != 1)
+    print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigm{plural}, '
           f'{identical} of them with identical sentences (ties count as right); mode {args.mode}')
     if skipped:
-        print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: they are longer than the context')
+        print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: '
+              'they are longer than the context')
     columns = {}
     shorter = {}                                         # one such column per tokenizer
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
-        found = run['paradigms']
         label = f'({i})'                                 # a folder's name may be another column's
-        columns[label] = {name: r['accuracy'] for name, r in found.items()}
-        baseline = {name: r['shorter'] for name, r in found.items()}
+        results = run['paradigms']
+        columns[label] = {name: r['accuracy'] for name, r in results.items()}
+        baseline = {name: r['shorter'] for name, r in results.items()}
         shorter.setdefault(run['tokenizer'], (f'shorter({i})', baseline))
-        ties = sum(r['ties'] for r in found.values())
-        close = sum(r['close'] for r in found.values())
-        print(f"{label}  {run['checkpoint']:{width}}  {short(run['parameters'])} parameters, "
-              f"step {run['iter']:,}, {short(run['words'])} words: {run['overall']:.2f}%  "
+        ties = sum(r['ties'] for r in results.values())
+        close = sum(r['close'] for r in results.values())
+        print(f"{label}  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
+              f"step {run['iter']:,}, {human(run['words'])} words: {run['overall']:.2f}%  "
               f'({ties} other ties, {close} closer than 0.0001)')
     for label, baseline in shorter.values():
         columns['shorter' if len(shorter) == 1 else label] = baseline
@@ -316,10 +306,9 @@ def show(paradigms, runs, skipped, args):
 
 def plot(runs, path):
     """Accuracy over words, a line per run."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.add_subplot()
     for folder in dict.fromkeys(run['folder'] for run in runs):
         points = sorted((run['words'], run['overall']) for run in runs if run['folder'] == folder)
         axes.plot(*zip(*points), marker='o', label=folder)
@@ -327,11 +316,10 @@ def plot(runs, path):
     axes.axhline(mean(shorter, list(shorter)), color='grey', linestyle=':', label='fewer tokens')
     axes.set(xlabel='words', ylabel='BLiMP accuracy (%)')
     axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches='tight', format=path.suffix[1:] or 'png')
+    figure.savefig(path, dpi=150, bbox_inches='tight')
 
 
 # ---- The command line ---------------------------------------------------------------------------
-
 
 def read_arguments():
     parser = Parser(__doc__)
@@ -352,14 +340,7 @@ def read_arguments():
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     parser.add_argument('--batch_tokens', type=between(0, 2 ** 24), default=0,
                         help='tokens in a batch, padding included; 0: automatic')
-    args = parser.parse_args()
-    check_writable(args.json)
-    check_writable(args.plot)
-    if args.plot and args.plot.suffix not in ('.png', '.pdf', '.svg', ''):
-        raise UserError(f'--plot {args.plot}: the file can be a .png, .pdf or .svg')
-    if args.plot and not importlib.util.find_spec('matplotlib'):
-        raise UserError('--plot needs matplotlib: pip install matplotlib')
-    return args
+    return parser.parse_args()
 
 
 def main():
@@ -367,7 +348,7 @@ def main():
     args.device = Machine(args.device).device.type
     torch.set_float32_matmul_precision('highest')        # no TF32
     if args.data == Path('data/toy_blimp'):
-        prepare.make_missing_toys([args.data.name], args.data.parent)
+        make_missing_toys([args.data.name], args.data.parent)
     paradigms = read_pairs(args.data)
     by_tokenizer = read_sentences(paradigms, args)
     skipped = leave_out_long(paradigms, by_tokenizer, args.skip_long)

@@ -3,15 +3,14 @@ Look at what a trained model does.
 
     python sample.py out/moep --prompt "Once upon a time" --num 3    # text
     python sample.py out/moep --prompt "Once upon a time" --next 5   # the most probable next tokens
-    python sample.py out/moep --prompt "Once upon a time" --routes   # what each token took in each layer
+    python sample.py out/moep --prompt "Once upon a time" --routes   # what each token took
 """
 
 import torch
 
-from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.machine import Machine
-from plumbing.models import reads_past_block_size
 
 
 def cell(tokenizer, i):
@@ -49,7 +48,7 @@ def choices(gate):
 
 def read_arguments():
     parser = Parser(__doc__)
-    parser.add_argument('run', help='a run folder (out/moep), or a checkpoint (out/moep/ckpt_1M.pt)')
+    parser.add_argument('run', help='a run folder (out/moep) or a checkpoint (out/moep/ckpt_1M.pt)')
     parser.add_argument('--prompt', default='', help='text to continue; if empty, a new document')
     parser.add_argument('--num', type=between(1, 1000), default=1, help='how many samples')
     parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6), default=200,
@@ -58,19 +57,23 @@ def read_arguments():
                         help='0: always the most probable token')
     parser.add_argument('--top_k', type=between(0, 65536), default=50,
                         help='draw from this many most probable tokens; 0: from all')
-    parser.add_argument('--seed', type=between(0, 10 ** 12), default=1337, help='of the draws')
+    parser.add_argument('--seed', type=int, default=1337, help='of the draws')
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument('--next', type=between(1, 65536), metavar='N',
                        help='print the N most probable next tokens instead of text')
     shown.add_argument('--routes', action='store_true',
                        help='print the blocks and experts that each token took')
-    args = parser.parse_args()
-    if args.temperature < 1e-3:                          # a softmax of logits / 1e-320 is not a number
-        args.temperature = 0
-    if any('\ud800' <= letter <= '\udfff' for letter in args.prompt):
-        raise UserError('--prompt is not UTF-8')
-    return args
+    return parser.parse_args()
+
+
+def encode_prompt(prompt, tokenizer):
+    if tokenizer.pauses and prompt and '\n' not in prompt:
+        prompt += '\n'                           # pauses follow a line
+    ids = [*tokenizer.end, *tokenizer.encode(prompt)]
+    while prompt and len(tokenizer.end) > 1 and not tokenizer.token_bytes[ids[-1]]:
+        ids.pop()                                # leave the last chunk open, to continue it
+    return ids
 
 
 @torch.no_grad()
@@ -79,21 +82,13 @@ def main():
     device = Machine(args.device).device
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = run_tokenizer(ckpt)
-    limit = model.config.block_size
-    if tokenizer.pauses and args.prompt and '\n' not in args.prompt:
-        args.prompt += '\n'                      # pauses follow a line
-    ids = [*tokenizer.end, *tokenizer.encode(args.prompt)]
-    slots = len(tokenizer.end)                   # of a chunk; 1 if tokens are not chunked
-    while args.prompt and slots > 1 and not tokenizer.token_bytes[ids[-1]]:
-        ids.pop()                                # leave the last chunk open, to continue it
-    prompt = torch.tensor([ids], device=device)
-    over = 0 if reads_past_block_size(model) else max(0, len(ids) - limit)
-    whole = -(-over // slots) * slots            # only whole chunks are cut off in front
-    logits, _, _ = model(prompt[:, whole:])
-    if logits.isnan().any():
-        raise UserError("the model's probabilities are not numbers (nan): this checkpoint is broken")
+    prompt = torch.tensor([encode_prompt(args.prompt, tokenizer)], device=device)
+    limit = context_limit(model) or 10 ** 9
     if args.next:
-        show_next(logits[0, -1], tokenizer, args.next)
+        slots = len(tokenizer.end)               # of a chunk; 1: tokens
+        over = max(0, prompt.size(1) - limit)
+        first = -(-over // slots) * slots        # full chunks are cut off in front
+        show_next(model(prompt[:, first:])[0][0, -1], tokenizer, args.next)
         return
     if args.routes and not model.routes(prompt[:, :limit]):
         raise UserError('this model has no routers: there is nothing to choose')
@@ -107,10 +102,10 @@ def main():
         if args.routes:
             print()
             which = 'each token'
-            if idx.size(1) > limit and not reads_past_block_size(model):
-                which = f'the first {limit} of {idx.size(1)} tokens (the model sees no more at once)'
-                idx = idx[:, :limit]
-            show_routes(model, tokenizer, idx, which)
+            if idx.size(1) > limit:
+                which = (f'the first {limit} of {idx.size(1)} tokens '
+                         '(the model sees no more at once)')
+            show_routes(model, tokenizer, idx[:, :limit], which)
 
 
 if __name__ == '__main__':

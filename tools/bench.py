@@ -9,27 +9,31 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
-without parallel layers) of as many parameters. On a GPU all rows are compiled at the same time, and
-measured one after the other. tools/flops.py says how FLOPs are counted; the machine's rate is that of
-one large matrix product in the same run. Any setting can be given as --key=value, as to train.py.
+without parallel layers) of as many parameters. tools/flops.py says how FLOPs are counted; the
+machine's rate is that of one large matrix product in the same run. Any setting can be given as
+--key=value, as to train.py.
 """
 
+import contextlib
+import functools
+import importlib.util
 import multiprocessing
 import os
+import re
+import statistics
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from plumbing.cli import Parser, UserError, between, check_writable, run_main, short, write_json
-from plumbing.machine import Machine
-from plumbing.models import import_model, make_config, sketch
-from plumbing.settings import Settings, read_settings
-from tools.bench_others import dense_like, nanogpt_like
-from tools.entries import split_values
+from moep import MoEPConfig
+from plumbing.cli import Parser, UserError, between, human, run_main, write_json
+from plumbing.machine import CUDAGraphStep, Machine, compile_model
+from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
-from tools.measure import generation, make_step, matrix_rate, prefill, training
+from train import Data, make_optimizer, train_step
 
 DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 
@@ -39,34 +43,30 @@ DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 @dataclass
 class Row:
     name: str
-    file: str                            # the model file
-    config: object                       # the model's
+    model: str                           # the model file, or nanogpt
+    config: object
     s: Settings
     T: int
 
     def build(self, args):
         torch.manual_seed(self.s.seed)
-        if self.file == 'nanogpt_model':
+        if self.model == 'nanogpt':
             return nanogpt_like(args.nanogpt, self.config)
-        return import_model(self.file).Model(self.config)
+        return import_model(self.model).Model(self.config)
 
 
 def plan_rows(args, extra):
     """A row for every config, value of --sweep and batch size, and those that go beside it."""
     key, _, values = (args.sweep or '').partition('=')
-    values = split_values(values) if args.sweep else ['']
     for config in args.configs:
-        for value in values:
-            name = Path(config).stem
-            given = [config, *extra]
+        for value in re.split(r',(?![^\[(]*[\])])', values):     # not at the commas of a list
+            name, setting = Path(config).stem, []
             if args.sweep:
-                name += f' {key}={value}'
-                given.append(f'--{key}={value}')
-            s, module, keys = read_settings(given)
-            if s.init_from:
-                raise UserError(f'{config} starts from another run; bench measures fresh models')
-            if keys.get('byte_limit'):
-                raise UserError(f'{config}: bench measures models of tokens, not of chunks of bytes')
+                name, setting = f'{name} {key}={value}', [f'--{key}={value}']
+            s, module, keys = read_settings([config, *extra, *setting])
+            if s.init_from or keys.get('byte_limit'):
+                raise UserError(f'{config}: bench measures fresh models of tokens, not what starts '
+                                'from another run, and not chunks of bytes')
             keys = dict(vocab_size=args.vocab_size, block_size=module.Config.block_size) | keys
             T = s.seq_len or keys['block_size']
             if args.generate:
@@ -74,32 +74,168 @@ def plan_rows(args, extra):
             elif args.prefill:
                 s.batch_size, T = 32, s.seq_len or 1024
             keys['block_size'] = max(T, keys['block_size'])
-            made = make_config(module, keys)             # reports mistakes before any work
-            dense = dense_like(sketch(module, keys), T) if args.dense else None
+            model_config = make_config(module, keys)
+            dense = dense_like(module.Model, model_config, T) if args.dense else None
             for batch_size in args.batch_size or [s.batch_size]:
                 s = replace(s, batch_size=batch_size)
                 plain = replace(s, aux_weights={})       # for models without auxiliary losses
-                yield Row(name, s.model, made, s, T)
+                yield Row(name, s.model, model_config, s, T)
                 if dense:
                     yield Row('  GPT-2 of that size', 'moep', dense, plain, T)
-                like = made if s.model == 'moep' and not made.n_parallel else dense
-                if args.nanogpt and like:
-                    yield Row('  nanoGPT', 'nanogpt_model', like, plain, T)
+                is_gpt2 = s.model == 'moep' and not model_config.n_parallel
+                gpt2 = model_config if is_gpt2 else dense
+                if args.nanogpt and gpt2:
+                    yield Row('  nanoGPT', 'nanogpt', gpt2, plain, T)
 
 
-def compile_rows(rows, args):
-    """torch keeps on disk what it has compiled. So every row takes one step, all at the same time and
-    each in a process of its own. When its turn comes to be measured, it starts in seconds."""
-    at_once = min(len(rows), 8)
-    os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', str(max(1, os.cpu_count() // at_once)))
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context('spawn')) as pool:
-        for row in rows:
-            pool.submit(first_step, row, args)           # what fails here fails again, and says why
+def dense_like(Model, config, T):
+    """A GPT-2 of as many parameters, as near as layers and a width of full heads come to it."""
+    with torch.device('meta'):
+        total, _ = Model(config).count_params()
+    V = config.vocab_size
+    size = lambda L, D: V * D + T * D + L * (12 * D * D + 13 * D) + 2 * D
+    head = 64 if total > 5e6 else 16                     # the width of one
+    shapes = [(L, D) for L in range(2, 49) for D in range(head, 4097, head) if 16 <= D / L <= 128]
+    L, D = min(shapes, key=lambda shape: abs(size(*shape) - total))
+    return MoEPConfig(vocab_size=V, block_size=T, n_layer=L, n_embd=D, n_head=D // head,
+                      n_parallel=0, dropout=getattr(config, 'dropout', 0.0))
 
 
-def first_step(row, args):
-    machine = Machine(row.s.device, row.s.dtype)
-    make_step(row.build(args).to(machine.device), row.s, row.T, machine)()
+# ---- nanoGPT from a checkout, with its own model.py, optimiser and compilation ------------------
+
+def nanogpt_like(path, config):
+    """nanoGPT of the same sizes as a GPT-2 of ours, a MoEPConfig without parallel layers."""
+    spec = importlib.util.spec_from_file_location('nanogpt', Path(path, 'model.py'))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(
+        block_size=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer,
+        n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=True)
+    with contextlib.redirect_stdout(None):               # it prints its size
+        model = module.GPT(config)
+    total = sum(p.numel() for p in model.parameters())
+    model.count_params = lambda: (total, total - model.transformer.wpe.weight.numel())
+    return model
+
+
+def nanogpt_step(model, data, s, machine):
+    """-> a training step on the next windows of data, as nanoGPT's train.py takes it on one GPU."""
+    with contextlib.redirect_stdout(None):
+        optimizer = model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
+                                               machine.device.type)
+    compiled = torch.compile(model.train()) if machine.cuda else model.train()
+
+    def step():
+        for _ in range(s.gradient_accumulation_steps):
+            x, y = data.batch(data.next_starts()[:s.batch_size])
+            with machine.autocast():
+                _, loss = compiled(x, y)
+            (loss / s.gradient_accumulation_steps).backward()
+        torch.nn.utils.clip_grad_norm_(compiled.parameters(), s.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+# ---- What is measured ---------------------------------------------------------------------------
+
+def seconds(work, machine, repeat=5, at_least=0.2):
+    """The median time of one call, of `repeat` measurements that each last `at_least` seconds."""
+    def timed(n):
+        start = time.perf_counter()
+        for _ in range(n):
+            work()
+        if machine.device.type != 'cpu':
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - start) / n
+    timed(1)                                             # warms up
+    once = timed(1)
+    if once > 10 * at_least:                             # very slow: one is enough
+        return once
+    n = max(1, round(at_least / once))
+    return statistics.median(timed(n) for _ in range(repeat))
+
+
+def matrix_rate(machine):
+    """FLOP per second of a large matrix product, in the precision that is trained in."""
+    n = 8192 if machine.cuda else 1024
+    a, b = (torch.randn(n, n, device=machine.device, dtype=machine.dtype) for _ in range(2))
+    return 2 * n ** 3 / seconds(lambda: a @ b, machine)
+
+
+class RandomTokens(Data):
+    """Windows of random tokens, at random places. Of Data, only `batch` is used."""
+
+    def __init__(self, vocab_size, rows, T, device):
+        self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
+        self.rows, self.T = rows, T
+        self.pad = -1
+        self.random = torch.Generator().manual_seed(0)
+
+    def next_starts(self):
+        starts = torch.randint(63 * (self.T + 1), (self.rows,), generator=self.random)
+        return starts.to(self.tokens.device)
+
+
+def make_step(model, s, T, machine):
+    """-> a function that takes a training step: train.py's own, or nanoGPT's."""
+    s = replace(s, memory=0)
+    rows = s.batch_size * s.gradient_accumulation_steps
+    data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
+    if hasattr(model, 'configure_optimizers'):
+        return nanogpt_step(model, data, s, machine)
+    optimizer = make_optimizer(model, s, machine)
+    compiles = machine.cuda if s.compile is None else s.compile
+    trained = compile_model(model.train()) if compiles else model.train()
+    step = functools.partial(train_step, trained, optimizer, data, s, machine)
+    step = CUDAGraphStep(step, machine, s.graph)
+    return lambda: step(data.next_starts())
+
+
+def training(model, s, T, machine):
+    """One training step after another."""
+    step = make_step(model, s, T, machine)
+    step()                                               # compiles, and allocates AdamW's state
+    if machine.cuda:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):                               # the third is recorded as a CUDA graph
+            step()
+    took = seconds(step, machine)
+    tokens = s.batch_size * s.gradient_accumulation_steps * T
+    return dict(tokens_per_s=tokens / took, ms=1e3 * took)
+
+
+@torch.no_grad()
+def generation(model, rows, n, machine):
+    """n greedy tokens, with the cache and without. Stacked experts are cast once, for good:
+    autocast would cast all of them again for every token, chosen or not."""
+    for p in model.parameters():
+        if p.dim() == 3:
+            p.data = p.data.to(machine.dtype)
+    start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
+
+    def uncached():
+        ids = start
+        for _ in range(n):
+            ids = torch.cat((ids, model(ids)[0][:, -1:].argmax(-1)), 1)
+    with machine.autocast():
+        fast = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
+        slow = seconds(uncached, machine, repeat=3)
+    return dict(tokens_per_s=rows * n / fast, no_cache=rows * n / slow, ms=1e3 * fast / n)
+
+
+@torch.no_grad()
+def prefill(model, rows, T, machine):
+    """One forward over (rows, T) tokens, logits of the last one."""
+    ids = torch.randint(model.config.vocab_size, (rows, T), device=machine.device)
+    head = model.head if hasattr(model, 'head') else model.wte
+
+    def read():
+        states, _ = model.features(ids)
+        return states[:, -1] @ head.weight.T.to(states.dtype)
+    with machine.autocast():
+        took = seconds(read, machine)
+    return dict(tokens_per_s=rows * T / took, ms=1e3 * took)
 
 
 def measure(row, args, machine, rate):
@@ -112,27 +248,45 @@ def measure(row, args, machine, rate):
     flops = training_flops(row.config, active, row.T)
     rows = s.batch_size
     if args.generate:
-        found = generation(model, rows, args.generate, machine)
+        speed = generation(model, rows, args.generate, machine)
     elif args.prefill:
-        found = prefill(model, rows, row.T, machine)
+        speed = prefill(model, rows, row.T, machine)
     else:
-        found = training(model, s, row.T, machine)
+        speed = training(model, s, row.T, machine)
         rows *= s.gradient_accumulation_steps
     if args.generate or args.prefill:
         flops /= 3                                       # forward alone
     if args.prefill:
         flops -= 2 * row.config.vocab_size * row.config.n_embd   # the head: last tokens alone
     gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
-    return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **found, gib=gib,
-                flops_per_token=flops, share=flops * found['tokens_per_s'] / rate)
+    return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **speed, gib=gib,
+                flops_per_token=flops, share=flops * speed['tokens_per_s'] / rate)
+
+
+# ---- The command line ---------------------------------------------------------------------------
+
+def compile_rows(rows, args):
+    """torch keeps on disk what it has compiled. So every row first takes one step, all rows at the
+    same time, each in a process of its own; measured later, it starts in seconds."""
+    at_once = min(len(rows), 8)
+    threads = max(1, os.cpu_count() // at_once)
+    os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', str(threads))
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context('spawn')) as pool:
+        for row in rows:
+            pool.submit(first_step, row, args)           # what fails here fails again, and says why
+
+
+def first_step(row, args):
+    machine = Machine(row.s.device, row.s.dtype)
+    make_step(row.build(args).to(machine.device), row.s, row.T, machine)()
 
 
 def show(row):
     rate = row['tokens_per_s']
     gib = '-' if row['gib'] is None else f"{row['gib']:.2f}"
     uncached = f"{row['no_cache']:10,.0f}{rate / row['no_cache']:7.1f}" if 'no_cache' in row else ''
-    print(f"{row['name']:30}{row['rows']:6} x {row['T']:<4}{short(row['total']):>11}"
-          f"{short(row['active']):>10}{rate:11,.0f}{uncached}{row['ms']:10.2f}{gib:>8}"
+    print(f"{row['name']:30}{row['rows']:6} x {row['T']:<4}{human(row['total']):>11}"
+          f"{human(row['active']):>10}{rate:11,.0f}{uncached}{row['ms']:10.2f}{gib:>8}"
           f"{row['flops_per_token'] * rate / 1e12:10.4g}{100 * row['share']:6.1f}%", flush=True)
 
 
@@ -142,21 +296,15 @@ def read_arguments():
     parser.add_argument('--batch_size', type=between(1, 10 ** 6), nargs='+',
                         help="the config's own if not given")
     parser.add_argument('--dense', action='store_true', help='add a GPT-2 of the same size to each')
-    parser.add_argument('--nanogpt', metavar='PATH', help='a checkout: beside each GPT-2')
-    parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these values')
+    parser.add_argument('--nanogpt', metavar='PATH', help='a checkout, to train beside each GPT-2')
+    parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these')
     parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N',
                         help='decode N tokens instead')
     parser.add_argument('--prefill', action='store_true', help='read 32 x 1,024 tokens instead')
     parser.add_argument('--vocab_size', type=between(1, 65536), default=16384,
                         help='where the config names none')
     parser.add_argument('--json', type=Path, help='write the table there')
-    args, extra = parser.parse_known_args()
-    if args.nanogpt and (args.generate or args.prefill or not Path(args.nanogpt, 'model.py').is_file()):
-        raise UserError('--nanogpt measures training, and takes the folder of a checkout, with model.py')
-    check_writable(args.json)
-    if args.sweep and not args.sweep.partition('=')[2]:
-        raise UserError(f'--sweep {args.sweep}: a setting and its values are needed, such as n_block=2,4,8')
-    return args, extra
+    return parser.parse_known_args()
 
 
 def main():
@@ -166,9 +314,9 @@ def main():
     rate = matrix_rate(machine)
     uncached = '  no cache  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
-    sheet = next((f' (data sheet: {DATA_SHEET[name]})' for name in DATA_SHEET if name in device), '')
-    print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product{sheet}; '
-          f'a vocabulary of {args.vocab_size:,} where a config names none')
+    known = [f' (data sheet: {DATA_SHEET[name]})' for name in DATA_SHEET if name in device]
+    print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'
+          f"{''.join(known)}; a vocabulary of {args.vocab_size:,} where a config names none")
     if machine.cuda and len(planned) > 1 and not (args.generate or args.prefill):
         compile_rows(planned, args)
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
@@ -178,8 +326,8 @@ def main():
         rows.append(measure(row, args, machine, rate))
         show(rows[-1])
     if args.json:
-        write_json(args.json, dict(device=device, dtype=str(machine.dtype), torch=torch.__version__,
-                                   matrix_rate=rate, rows=rows))
+        write_json(args.json, dict(device=device, dtype=str(machine.dtype), rows=rows,
+                                   torch=torch.__version__, matrix_rate=rate))
 
 
 if __name__ == '__main__':

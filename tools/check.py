@@ -1,8 +1,8 @@
 """
 Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
 
-    python -m tools.check mine --top_k=1  # mine.py with config/mine.py or config/arena/toy/mine.py
-    python -m tools.check arena/mine.py   # with config/arena/toy/mine.py or router_mine.py there
+    python -m tools.check mine --top_k=1  # mine.py, with config/mine.py and another setting
+    python -m tools.check arena/mine.py   # with its entry in arena/entries.py, on the toy track
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
 all weights, since a gate that starts at zero hides its faults. The exit code is 1 if one is found.
@@ -16,13 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.models import explain, make_config, model_file
-from plumbing.settings import read_config, read_settings
-from tools.routers import (
-    choices, find_routers, is_number, largest_gradient, only_auxiliary, same, watch_outputs)
+from plumbing.settings import make_config, read_settings
 
 
 def batch(config):
@@ -31,6 +29,13 @@ def batch(config):
     if getattr(config, 'byte_limit', 0):                 # every chunk of bytes has its end
         x[:, config.byte_limit::config.byte_limit + 1] = config.vocab_size - 3
     return x[:, :-1], x[:, 1:].masked_fill(torch.rand(4, config.block_size) < 0.1, -1)
+
+
+def same(a, b, least=0.0):
+    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf,
+    the logit of what is impossible, equals -inf."""
+    largest = a[a.isfinite()].abs().max().item()
+    return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, largest))
 
 
 def rebuild(module, model, **changes):
@@ -55,32 +60,94 @@ def train(model, seed):
     return loss.item(), model.eval()(batch(model.config)[0])[0].tolist()
 
 
+def largest_gradient(model):
+    return max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+
+
+# ---- Routers: a model's class names the class of its routers, as in moep.py and docs/routers.md --
+
+def find_routers(model):
+    """{name: router}"""
+    kind = getattr(type(model), 'router', ())
+    return {name: part for name, part in model.named_modules() if isinstance(part, kind)}
+
+
+def check_outputs(model, router, args, out):
+    """A forward hook: says what a router returns wrong, before the model fails over it."""
+    name = type(router).__name__
+    size = len(args[0]), model.config.top_k
+    parts = out if isinstance(out, tuple) else [out]
+    kinds = [tuple(part.shape) if torch.is_tensor(part) else type(part).__name__ for part in parts]
+    assert kinds == [size, size, 'dict'], (
+        f'{name}.forward returned {kinds}; it must return gates and choices, both (N, top_k) = '
+        f'{size}, and a dict of losses (docs/routers.md)')
+    assert out[1].dtype == torch.long, (
+        f'{name}.forward returned choices of {out[1].dtype}; they are indices, torch.int64, and '
+        'come after the gates')
+
+
+def choices(model, x):
+    """{name without .router: choices (N, K)}"""
+    chosen = {}
+    for name, router in find_routers(model).items():
+        name = name.removesuffix('.router')
+        router.register_forward_hook(lambda _, __, out, name=name: chosen.update({name: out[1]}))
+    model.features(x)
+    return chosen
+
+
+def only_auxiliary(model, x, y):
+    """Names a parameter that the loss itself does not reach, as in a router whose gates are
+    detached, or always 1. '' if there is none."""
+    model.zero_grad()
+    model.train()(x, y)[1].backward()
+    least = 1e-6 * largest_gradient(model)               # less is rounding
+    names = [name for name, p in model.named_parameters()
+             if p.requires_grad and (p.grad is None or p.grad.abs().max() < least)]
+    return f'; from an auxiliary loss alone: {names[0]} ({len(names)} in all)' if names else ''
+
+
+# ---- The checks. Each gets a fresh model in eval mode, and a batch ------------------------------
+
 def builds(module, model, x, y):
     """the model can be built and run: without that, there is nothing to check"""
-    watch_outputs(model)
+    for router in find_routers(model).values():
+        router.register_forward_hook(lambda *args: check_outputs(model, *args))
     assert len(model(x)) == 3, 'forward() does not return (logits, loss, aux)'
-    assert not model(x)[0].isnan().any(), 'logits are nan; is something divided by 0?'
-    for name, value in model(x)[2].items():
-        assert is_number(value), f"aux['{name}'] is not a tensor of one finite number"
+    logits, _, aux = model(x)
+    assert not logits.isnan().any(), 'logits are nan; is something divided by 0?'
+    for name, value in aux.items():
+        assert torch.is_tensor(value) and value.dim() == 0 and value.isfinite(), \
+            f"aux['{name}'] is not a tensor of one finite number"
+
+
+def repeats(module, model, x, y):
+    """two passes in eval mode are equal"""
+    (logits, _, aux), (again, _, other) = model(x), model(x)
+    assert same(logits, again) and aux == other, \
+        'two passes differ; is noise drawn, or a buffer written?'
 
 
 def shapes(module, model, x, y):
     """forward and features return what they should; the loss is the cross-entropy alone"""
     logits = model(x)[0]
     assert logits.shape == (*x.shape, model.config.vocab_size), 'logits are not (B, T, vocab_size)'
-    assert model.features(x)[0].shape[:-1] == x.shape, 'states of features() are not (B, T, width)'
+    states = model.features(x)[0]
+    assert states.shape[:-1] == x.shape, 'states of features() are not (B, T, width)'
     nats = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction='none')
-    each, mean = model(x, y, reduction='none')[1], model(x, y)[1]
-    assert each.shape == y.shape and same(nats, each), "reduction='none' is not cross-entropy, (B, T)"
+    losses, mean = model(x, y, reduction='none')[1], model(x, y)[1]
+    assert losses.shape == y.shape and same(nats, losses), \
+        "reduction='none' is not cross-entropy, (B, T)"
     assert same(nats.sum() / (y >= 0).sum(), mean), 'the loss is not the mean cross-entropy alone'
 
 
 def causal(module, model, x, y):
     """no token changes an earlier logit, at any position"""
     logits, _, _ = model(x[:1])                          # what rows do to each other is `batched`
+    V = logits.size(-1)
     for t in range(1, x.size(1)):
         changed = x[:1].clone()
-        changed[0, t] = (x[0, t] + torch.randint(1, logits.size(-1), ())) % logits.size(-1)
+        changed[0, t] = (x[0, t] + torch.randint(1, V, ())) % V
         assert same(logits[:, :t], model(changed)[0][:, :t]), \
             f'token {t} changes earlier logits; look at masks, and at ranks and means over tokens'
 
@@ -91,7 +158,8 @@ def cached(module, model, x, y):
     for n in () if getattr(model.config, 'byte_limit', 0) else (1, T // 2 + 1):
         cache = []
         logits = torch.cat([model(part, cache=cache)[0] for part in x.split(n, 1)], 1)
-        assert same(model(x)[0], logits), f'cached, {n} at a time, logits differ; look at positions and state'
+        assert same(model(x)[0], logits), \
+            f'cached, {n} at a time, logits differ; look at positions and state'
     for n in (T - 2, T + 5):
         prompt = x.repeat(1, 2)[:, :n]
         out = model.generate(prompt, T // 3, temperature=0)
@@ -99,8 +167,9 @@ def cached(module, model, x, y):
         wrong = first_wrong(model, out, n, T)
         with contextlib.suppress(Exception):             # a model may have no limit of length
             wrong = wrong and first_wrong(model, out, n, 2 * out.size(1))
-        assert not wrong, f'generate(), given {n} tokens, does not take the best one at position ' \
-            f'{wrong}; look at what it drops when block_size = {T} is full'
+        assert not wrong, (
+            f'generate(), given {n} tokens, does not take the best one at position {wrong}; '
+            f'look at what it drops when block_size = {T} is full')
 
 
 def first_wrong(model, out, n, limit):
@@ -120,48 +189,48 @@ def first_wrong(model, out, n, limit):
 def batched(module, model, x, y):
     """rows have the same logits together and one by one"""
     alone = torch.cat([model(row[None])[0] for row in x])
-    assert same(alone, model(x)[0]), 'rows change others; look at capacities, ranks, means over tokens'
-
-
-def repeats(module, model, x, y):
-    """two passes in eval mode are equal"""
-    (logits, _, aux), (again, _, other) = model(x), model(x)
-    assert same(logits, again) and aux == other, \
-        'two passes differ; is noise drawn, or a buffer written?'
+    assert same(alone, model(x)[0]), \
+        'rows change others; look at capacities, ranks, means over tokens'
 
 
 def rebuilds(module, model, x, y):
     """Model(Config(**asdict(config))) loads the weights, and gives the same logits"""
-    assert same(model(x)[0], rebuild(module, model)(x)[0]), 'other logits; is a choice not in the config?'
+    assert same(model(x)[0], rebuild(module, model)(x)[0]), \
+        'other logits; is a choice not in the config?'
 
 
 def routes(module, model, x, y):
     """a token's choices differ, at most top_k; gates sum to 1 (unless gates_sum_to_1 = False)"""
-    free = not getattr(model, 'gates_sum_to_1', True)
+    sum_to_1 = getattr(model, 'gates_sum_to_1', True)
     for mode in ('eval', 'training'):
-        found = model.train(mode == 'training').routes(x)
-        took = {name: int((gate > 0).sum(-1).max()) for name, gate in found.items()}
+        gates = model.train(mode == 'training').routes(x)
+        taken = {name: int((gate > 0).sum(-1).max()) for name, gate in gates.items()}
         for name, chosen in choices(model, x).items():
-            assert chosen.sort(-1).values.diff().all(), f'{name}: in {mode} a token takes one choice twice'
-            took[name] = chosen.size(1)
-        for name, gate in found.items():
+            assert chosen.sort(-1).values.diff().all(), \
+                f'{name}: in {mode} a token takes one choice twice'
+            taken[name] = chosen.size(1)
+        for name, gate in gates.items():
             assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
             assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
             total = gate.sum(-1)
-            assert free or same(total, torch.ones_like(total)), f'{name}: gates sum to ' \
-                f'{total.min():.3g} up to {total.max():.3g}, not 1; if they may, set gates_sum_to_1 = False'
-        for name, most in took.items():
-            assert most <= getattr(model.config, 'top_k', most), f'{name}: in {mode} a token ' \
-                f'takes {most} choices; its cost is counted from top_k = {model.config.top_k}: take no more'
-    kind = ', '.join(sorted({type(router).__name__ for router in find_routers(model).values()}))
-    return ('ok', f'{kind}: {routes.__doc__}'.lstrip(': ')) if found else ('-', 'nothing is chosen')
+            assert not sum_to_1 or same(total, torch.ones_like(total)), (
+                f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if they '
+                'may, set gates_sum_to_1 = False')
+        for name, count in taken.items():
+            assert count <= getattr(model.config, 'top_k', count), (
+                f'{name}: in {mode} a token takes {count} choices; its cost is counted from '
+                f'top_k = {model.config.top_k}: take no more')
+    kinds = sorted({type(router).__name__ for router in find_routers(model).values()})
+    text = f"{', '.join(kinds)}: {routes.__doc__}".lstrip(': ')
+    return ('ok', text) if gates else ('-', 'nothing is chosen')
 
 
 def gradients(module, model, x, y):
     """every parameter gets a gradient, from the loss or from an auxiliary loss"""
     before = deepcopy(model.state_dict())
     train(model, seed=1)
-    idle = [name for name, p in model.named_parameters() if p.requires_grad and p.equal(before[name])]
+    idle = [name for name, p in model.named_parameters()
+            if p.requires_grad and p.equal(before[name])]
     assert not idle, f"no gradient reaches {', '.join(idle[:3])} ({len(idle)} in all); is it used?"
     return 'ok', gradients.__doc__ + only_auxiliary(model, x, y)
 
@@ -172,9 +241,10 @@ def resume(module, model, x, y):
     other = rebuild(module, model)
     a, b = train(model, seed=2), train(other, seed=2)
     for (name, part), twin in zip(model.named_modules(), other.modules()):
-        for key in vars(part).keys() - vars(torch.nn.Module()):
-            mine, its = repr(vars(part)[key]), repr(vars(twin).get(key))
-            assert mine == its or ' at 0x' in mine, f'training changes {name}.{key}; use register_buffer'
+        for key in vars(part).keys() - vars(nn.Module()):
+            ours, theirs = repr(vars(part)[key]), repr(vars(twin).get(key))
+            assert ours == theirs or ' at 0x' in ours, \
+                f'training changes {name}.{key}; use register_buffer'
     assert a == b, 'losses differ; look for globals, and for buffers with persistent=False'
 
 
@@ -186,8 +256,9 @@ def sparse(module, model, x, y):
     assert same(model(x)[0], other(x)[0]), 'logits differ with sparse=True and sparse=False'
     (model(x, y)[1] + other(x, y)[1]).backward()
     least = largest_gradient(model) / 100                # a gradient of 0 is rounded, too
-    for (name, p), its in zip(model.named_parameters(), other.parameters()):
-        assert p.grad is None or same(p.grad, its.grad, least), f'gradients of {name} differ with sparse'
+    for (name, p), twin in zip(model.named_parameters(), other.parameters()):
+        assert p.grad is None or same(p.grad, twin.grad, least), \
+            f'gradients of {name} differ with sparse'
 
 
 def counts(module, model, x, y):
@@ -197,24 +268,35 @@ def counts(module, model, x, y):
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
 
 
-CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, resume, sparse, counts)
+CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, resume, sparse,
+          counts)
 
 
 def run_check(check, module, config):
-    """-> ok, WRONG or -, and what was found: the check's docstring, or an error and its place"""
+    """-> ok, WRONG or -, and the check's docstring or what is wrong."""
     torch.manual_seed(0)
     try:
         model = module.Model(deepcopy(config)).eval()
         for p in model.parameters():
             p.data.add_(0.05 * torch.randn_like(p))
         return check(module, model, *batch(config)) or ('ok', check.__doc__)
-    except UserError as e:
-        return 'WRONG', str(e)
-    except Exception as e:
-        mine = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == module.__file__]
-        place = f'{Path(module.__file__).name}:{mine[-1].lineno}' if mine else ''
-        text = f'{place}: {type(e).__name__}: {e}' if mine else explain(e)
-        return 'WRONG', ' '.join(text.split())[:250]
+    except AssertionError as error:
+        return 'WRONG', str(error)
+    except Exception:                                    # a bug in the model
+        return 'WRONG', traceback.format_exc()
+
+
+def find_settings(name):
+    """-> where they are, and as arguments: of the config or toy entry that has this model."""
+    path = Path(f'config/{name}.py')
+    if path.exists():
+        return str(path), [str(path)]
+    from arena.entries import TOY
+    for entry, settings in TOY.items():
+        if isinstance(settings, dict) and settings['model'] == name:
+            arguments = [f'--{key}={value!r}' for key, value in settings.items()]
+            return f'arena/entries.py: {entry}', arguments
+    return 'its defaults', []
 
 
 def main():
@@ -223,20 +305,14 @@ def main():
     parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
     name = '.'.join(Path(args.model.removesuffix('.py')).parts)
-    if name.startswith('config.'):
-        raise UserError(f'{args.model} is a config: name its model file, such as arena/mine.py')
-    toy = f"config/arena/toy/{name.removeprefix('arena.')}.py"
-    paths = [f'config/{name}.py', toy, toy.replace('/toy/', '/toy/router_')]
-    given = [args.config] if args.config else [path for path in paths if Path(path).exists()][:1]
-    for config in given:
-        if (other := read_config(config).get('model')) != name:
-            raise UserError(f"{config} has model = {other!r}, not '{name}'")
-    s, module, keys = read_settings([*given, *extra, f'--model={name}'])
+    source, settings = (args.config, [args.config]) if args.config else find_settings(name)
+    s, module, keys = read_settings([*settings, *extra, f'--model={name}'])
     if s.init_from:
-        raise UserError(f"{' '.join(given)} starts from another run; check builds fresh models")
+        raise UserError(f'{source} starts from another run; check builds fresh models')
     slots = keys.get('byte_limit', 0) + 1
-    config = make_config(module, dict(vocab_size=256) | keys | dict(block_size=max(2, 48 // slots) * slots))
-    print(f"{model_file(name)} with {' '.join([*given, *extra]) or 'no config: its defaults'}")
+    keys['block_size'] = max(2, 48 // slots) * slots
+    config = make_config(module, dict(vocab_size=256) | keys)
+    print(' '.join([f"{name.replace('.', '/')}.py with {source}", *extra]))
     torch.set_num_threads(1)                             # faster at this size
     wrong = 0
     for check in CHECKS if run_check(builds, module, config)[0] == 'ok' else [builds]:

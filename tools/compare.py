@@ -6,20 +6,19 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep out/gpt2 --png compare.png      # and a picture
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
-It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it got
-less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the shares),
-1 if one gets all. FLOPs, on the page: 6 x active parameters x tokens (bytes: slots), not attention's.
+It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it
+got less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the
+shares), 1 if one gets all. FLOPs, on the page: 6 x active parameters x tokens (bytes: slots),
+without attention.
 """
 
-import importlib.util
 import json
 import math
-import os
 import statistics
 import time
 from pathlib import Path
 
-from plumbing.cli import Parser, UserError, check_writable, new_file, parse_json, run_main, short
+from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
 UNUSED = 0.01                           # a choice with a smaller share of its layer's picks
@@ -43,81 +42,79 @@ def find_log(path):
 
 
 def flatten(line):
-    """A line of a log as one flat record, so that records can be merged with |. Keys: 'loss' and other
-    numbers as logged; ('val', set, score), ('route', layer, choice), and ('set', name) for settings.
-    Raises if a value has the wrong type."""
-    record = {key: float(value) for key, value in line.items() if isinstance(value, (int, float))}
-    record['iter'] = int(record['iter'])
+    """A line of a log as one flat record, so that records can be merged with |. Keys: 'loss' and
+    other numbers as logged; ('val', set, score), ('route', layer, choice), ('set', name) for
+    settings."""
+    record = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     record['kind'] = next(kind for kind in ('run', 'val', 'loss', 'iter') if kind in line)
     run = line.get('run', {})
-    known = {**run.get('settings', {}), **run.get('config', {}), **run}
-    record |= {key: float(run[key]) for key in SIZES if key in run}
-    record |= {('set', key): str(value) for key, value in known.items() if key not in NOT_SET}
+    settings = {**run.get('settings', {}), **run.get('config', {}), **run}
+    record |= {key: run[key] for key in SIZES if key in run}
+    record |= {('set', key): str(value) for key, value in settings.items() if key not in NOT_SET}
     for name, scores in line.get('val', {}).items():
-        record |= {('val', name, key): float(score) for key, score in scores.items()}
+        record |= {('val', name, key): score for key, score in scores.items()}
     for layer, shares in line.get('routes', {}).items():
-        record |= {('route', layer, i): max(0.0, float(share)) for i, share in enumerate(shares)}
+        record |= {('route', layer, i): share for i, share in enumerate(shares)}
     return record
 
 
 def read_log(log):
-    """-> the log's records, each with its place on every axis, and how many lines are damaged."""
-    records, damaged = [], 0
-    tokens, per_step, active, before = math.nan, math.nan, math.nan, 0
-    with open(log, 'rb') as file:
-        for line in file:
-            try:
-                record = flatten(parse_json(line))
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-                damaged += line.endswith(b'\n')          # while a run trains, the last is half there
-                continue
+    """-> the log's records, each with its place on every axis."""
+    records = []
+    tokens, per_step, active, before = 0, 0, 0, 0
+    with reading(log):
+        for line in log.read_text(encoding='utf-8').splitlines(keepends=True):
+            if not line.endswith('\n'):                  # a run that trains is writing it
+                break
+            record = flatten(json.loads(line))
             tokens += per_step * (record['iter'] - before)
             before = record['iter']
             if record['kind'] == 'run':                  # once more where the run was resumed
-                per_step = record.get('tokens_per_step', math.nan)
-                active = record.get('active', math.nan)
-                if math.isnan(tokens):
-                    tokens = per_step * before
-            minutes = record.get('seconds', math.nan) / 60
+                per_step, active = record['tokens_per_step'], record['active']
+            minutes = record['seconds'] / 60
             record |= dict(step=before, tokens=tokens, minutes=minutes, FLOPs=6 * active * tokens)
             records.append(record)
-    return records, damaged
+    return records
 
 
 def read_run(path):
     """What the table and the curves show of a run."""
-    records, damaged = read_log(find_log(path))
-    about = {key: value for record in records if record['kind'] == 'run' for key, value in record.items()}
-    last = {key: value for record in records for key, value in record.items()}
+    records = read_log(find_log(path))
+    merge = lambda records: {key: value for record in records for key, value in record.items()}
+    about = merge(record for record in records if record['kind'] == 'run')
+    last = merge(records)
     steps = [record for record in records if record['kind'] == 'loss']
     evals = [record for record in records if record['kind'] == 'val']
     aux = sorted({key for record in steps for key in record} - USUAL)
     choices = [key for key in last if key[:1] == ('route',)]
     run = dict(name=str(path), axes={}, routes={}, cells=make_cells(about, last, steps, evals, aux))
-    run['cells']['run']['log lines'] = f'{len(records):,}' + f', {damaged} damaged' * bool(damaged)
+    run['cells']['run']['log lines'] = f'{len(records):,}'
 
-    run['axes']['steps'], found = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
-    run['curves'] = [dict(y, kind='steps', panel=key, label='train') for key, y in found.items()]
+    run['axes']['steps'], by_key = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
+    run['curves'] = [dict(y, kind='steps', panel=key, label='train') for key, y in by_key.items()]
     losses = [key for key in last if key[:1] == ('val',) and key[2] == 'loss']
-    run['axes']['val'], found = curves(evals, losses, POINTS)
-    run['curves'] += [dict(y, kind='val', panel='loss', label=f'val {key[1]}') for key, y in found.items()]
-    run['axes']['routes'], found = curves(evals, choices, ROUTE_POINTS)
-    for key, y in found.items():
+    run['axes']['val'], by_key = curves(evals, losses, POINTS)
+    for key, y in by_key.items():
+        run['curves'].append(dict(y, kind='val', panel='loss', label=f'val {key[1]}'))
+    run['axes']['routes'], by_key = curves(evals, choices, ROUTE_POINTS)
+    for key, y in by_key.items():
         run['routes'].setdefault(key[1], []).append(dict(y, unused=last[key] < UNUSED))
     return run
 
 
 def curves(records, keys, most):
-    """-> places on each axis, and values by key: mean, least and greatest of neighbours. Spikes stay."""
+    """-> places on each axis, and values by key: mean, least and greatest of neighbours, so that
+    spikes stay."""
     size = math.ceil(len(records) / most) or 1
     groups = [records[i:i + size] for i in range(0, len(records), size)]
-    found = {}
+    by_key = {}
     for key in keys:
         values = [[record.get(key, math.nan) for record in group] for group in groups]
         values = [[v for v in group if math.isfinite(v)] or [math.nan] for group in values]
-        found[key] = dict(mean=[sum(group) / len(group) for group in values],
-                          low=[min(group) for group in values], high=[max(group) for group in values])
-    return {axis: [group[-1][axis] for group in groups] for axis in AXES}, found
+        by_key[key] = dict(mean=[sum(group) / len(group) for group in values],
+                           low=[min(group) for group in values],
+                           high=[max(group) for group in values])
+    return {axis: [group[-1][axis] for group in groups] for axis in AXES}, by_key
 
 
 # ---- The table ----------------------------------------------------------------------------------
@@ -128,10 +125,10 @@ def make_cells(about, last, steps, evals, aux):
     number = lambda key: last.get(key, math.nan)
     unit = 'tokens' if about.get(('set', 'byte_limit'), '0') == '0' else 'slots'
     run = {'parameters': size('parameters'), 'active per token': size('active'),
-           'steps': f"{number('iter'):,.0f} of {size('steps')}", unit: short(number('tokens')),
-           'words': short(number('words')), 'minutes': f"{number('seconds') / 60:.1f}"}
-    speeds = [step['tokens_per_s'] for step in steps if 'tokens_per_s' in step]
-    run[f'{unit}/s, median'] = short(statistics.median(speeds or [math.nan]))
+           'steps': f"{number('iter'):,.0f} of {size('steps')}", unit: human(number('tokens')),
+           'words': human(number('words')), 'minutes': f"{number('seconds') / 60:.1f}"}
+    speeds = [step['tokens_per_s'] for step in steps]
+    run[f'{unit}/s, median'] = human(statistics.median(speeds or [math.nan]))
     val, routes, balance = {}, {}, []
     for name in dict.fromkeys(key[1] for key in last if key[:1] == ('val',)):
         losses = [(record.get(('val', name, 'loss'), math.nan), record['iter']) for record in evals]
@@ -155,15 +152,15 @@ def make_cells(about, last, steps, evals, aux):
 
 
 def make_table(runs, shown):
-    """Rows of a label and a cell per run that is shown; a heading stands alone. A setting is a row if it
-    differs between any of all runs."""
+    """Rows of a label and a cell per run that is shown; a heading stands alone. A setting is a row
+    if it differs between any of all runs."""
     rows = [['', *(run['name'] for run in shown)]]
     for section in runs[0]['cells']:
         columns = [run['cells'][section] for run in shown]
         labels = list(dict.fromkeys(label for column in columns for label in column))
         if section == DIFFER:
-            told = [run['cells'][DIFFER] for run in runs if run['cells'][DIFFER]]    # older logs have none
-            labels = [label for label in labels if len({column.get(label) for column in told}) > 1]
+            settings = [run['cells'][DIFFER] for run in runs]
+            labels = [label for label in labels if len({s.get(label) for s in settings}) > 1]
         if labels:
             rows.append([section])
         rows += [[label, *(column.get(label, '-') for column in columns)] for label in labels]
@@ -192,7 +189,7 @@ def write_page(path, runs, rows, reload):
     data = json.dumps(dict(runs=runs, rows=rows, reload=reload))
     data = json.dumps(json.loads(data, parse_constant=lambda name: None))
     template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
-    with new_file(os.path.realpath(path)) as file:       # a browser never reads half of it
+    with new_file(path) as file:                         # a browser never reads half of it
         file.write(template.replace('"DATA"', data.replace('<', '\\u003c'), 1))
 
 
@@ -229,10 +226,6 @@ def main():
     parser.add_argument('--png', help='draw the curves there (needs matplotlib)')
     parser.add_argument('--watch', action='store_true', help='again every 10 seconds, until Ctrl-C')
     args = parser.parse_args()
-    for path in filter(None, (args.html, args.png)):
-        check_writable(path)
-    if args.png and not importlib.util.find_spec('matplotlib'):
-        raise UserError('--png needs matplotlib: pip install matplotlib')
     while True:
         runs = [read_run(path) for path in args.runs]
         print_table(runs)

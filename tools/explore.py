@@ -13,21 +13,20 @@ its choice, beside chance. Statistics are of the validation set, which it shows 
 
 import json
 from collections import defaultdict
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, check_writable, new_file, read_lines, run_main
-from plumbing.data import Corpus, as_tensor, val_batches
+from plumbing.cli import Parser, UserError, between, new_file, reading, run_main
 from plumbing.machine import Machine
-from plumbing.settings import Settings
+from plumbing.tokenizer import load_tokenizer
+from train import as_tensor, load_bin, val_batches
 
 CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
-FUNCTION_WORDS = set('''a an the this that these those my your his her its our their some any no every
-    each all both i you he she it we they me him us them who whom whose which what there
+FUNCTION_WORDS = set('''a an the this that these those my your his her its our their some any no
+    every each all both i you he she it we they me him us them who whom whose which what there
     and or but nor so yet if because while although though than as when where how why until unless
     of in on at by for with from to into onto over under about after before between through near
     up down out off am is are was were be been being do does did have has had having
@@ -81,7 +80,8 @@ def tokens_served(share, ids):
             places = np.flatnonzero(row == i)
             best = places[np.argsort(-share[places, choice], kind='stable')[:3]]
             if part[i, choice] >= 0.005:
-                listed.append([int(tokens[i]), int(counts[i]), round(part[i, choice], 4), best.tolist()])
+                percent = round(part[i, choice], 4)
+                listed.append([int(tokens[i]), int(counts[i]), percent, best.tolist()])
     return served
 
 
@@ -105,65 +105,67 @@ def describe_layer(gate, ids, classes, sets):
         heat=heat, served=tokens_served(share, ids))
 
 
-def validation_parts(ckpt, n, machine):
+def validation_parts(ckpt, tokenizer, n, device):
     """[(data set, its first validation tokens)], together n."""
-    corpus = Corpus(Settings(**ckpt['settings']), machine)
-    if corpus.hash != ckpt['tokenizer']:
-        raise UserError(f'{corpus.folder} has another tokenizer than the run')
-    each = max(1, n // len(corpus.scored) // corpus.slots) * corpus.slots    # whole chunks of bytes
-    return [(name, corpus.val[name][:each]) for name in corpus.scored]
+    s = ckpt['settings']
+    names = s['eval_data'] or s['data']
+    names = names.split(',') if isinstance(names, str) else list(names)
+    slots = len(tokenizer.end)
+    size = max(1, n // len(names) // slots) * slots      # full chunks of bytes
+    parts = []
+    for name in names:
+        folder = Path(s['data_dir'], name)
+        if load_tokenizer(folder).hash != tokenizer.hash:
+            raise UserError(f'{folder} has another tokenizer than the run')
+        parts.append((name, as_tensor(load_bin(folder, 'val')[:size], device)))
+    return parts
 
 
 def text_parts(args, tokenizer, device):
     """[('', tokens)] of --text or --prompt, or []."""
-    if args.text is None and args.prompt is None:
+    text = args.prompt
+    if args.text:
+        with reading(args.text):
+            text = Path(args.text).read_text(encoding='utf-8')
+    if not text:
         return []
-    text = args.prompt or ''
-    if args.text is not None:                            # a line is a token at least
-        text = ''.join(line for _, line in islice(read_lines(Path(args.text)), args.tokens))
-    ids = tokenizer.encode(text[:50 * args.tokens].encode('utf-8', 'replace').decode())
-    if not ids:
-        raise UserError(f"{args.text or '--prompt'} is empty")
-    whole = args.tokens // len(tokenizer.end) * len(tokenizer.end)
-    return [('', as_tensor(np.array([*tokenizer.end, *ids], np.uint16)[:whole], device))]
+    ids = [*tokenizer.end, *tokenizer.encode(text[:50 * args.tokens])]
+    slots = len(tokenizer.end)
+    ids = ids[:args.tokens // slots * slots]             # full chunks of bytes
+    return [('', as_tensor(np.array(ids, np.uint16), device))]
 
 
-def look(model, x, odd):
-    """{layer: gates} of (B, T) tokens. `odd` gets the layers that the page cannot show, and why."""
-    found = dict(model.routes(x) or {})
+def look(model, x):
+    """{layer: gates} of (B, T) tokens."""
+    routes = model.routes(x)
     if hasattr(model, 'gates') and hasattr(model, 'states'):     # a Self-MoE: routes lacks these
         for i, (_, block, gate, _) in enumerate(model.states(x)):
             if gate is not None:
                 sizes = torch.stack([part.square().mean(-1).sqrt() for part in (block, gate)], -1)
-                found[f'gate.{i}'] = sizes / sizes.sum(-1, keepdim=True)
-    for layer, gate in found.items():
-        shape = tuple(getattr(gate, 'shape', ()))
-        fits = len(shape) == 3 and shape[:2] == x.shape and 1 <= shape[2] <= 256
-        if not fits or not ((gate >= 0) & gate.isfinite()).all():
-            odd[layer] = (f'{layer} is left out: for {tuple(x.shape)} tokens routes gives {shape}; '
-                          'it should be (B, T, choices), 256 at most, and no gate below 0.')
-    return {name: gate.flatten(0, 1).float().cpu() for name, gate in found.items() if name not in odd}
+                routes[f'gate.{i}'] = sizes / sizes.sum(-1, keepdim=True)
+    return {name: gate.flatten(0, 1).float().cpu() for name, gate in routes.items()}
 
 
 @torch.no_grad()
-def read(model, tokens, odd):
-    """-> the loss of each token, {layer: (N, choices) gates}. Windows of block_size are read side by
-    side; the first token of one is predicted from the window before, the very first never."""
+def read(model, tokens):
+    """-> the loss of each token, {layer: (N, choices) gates}. Windows of block_size are read side
+    by side; the first token of one is predicted from the window before, the very first never."""
     T = min(model.config.block_size, len(tokens))
     nats, gates = [], defaultdict(list)
     one_more = torch.cat((tokens, tokens[-1:]))          # else the last is predicted, but not read
     for x, y in val_batches(one_more, T, max(1, 2048 // T), pad=-1):
         nats.append(model(x, y, reduction='none')[1].flatten().float().cpu())
-        for layer, gate in look(model, x, odd).items():
+        for layer, gate in look(model, x).items():
             gates[layer].append(gate)
-    cut = lambda several: torch.cat(several)[:len(tokens)].numpy()
-    return np.append(np.nan, cut(nats)[:-1]), {name: cut(several) for name, several in gates.items()}
+    join = lambda batches: torch.cat(batches)[:len(tokens)].numpy()
+    losses = np.append(np.nan, join(nats)[:-1])
+    return losses, {layer: join(batches) for layer, batches in gates.items()}
 
 
 def pack(gate):
-    """(N, choices) gates -> `width`, and a string of two letters per gate, which keeps the page small.
-    Each token has `width` gates (at most 8, of 1% or more), the heaviest first: chr(35 + choice),
-    chr(35 + percent). Where it has fewer, the choice is the number of choices."""
+    """(N, choices) gates -> `width`, and a string of two letters per gate, which keeps the page
+    small. Each token has `width` gates (at most 8, of 1% or more), the heaviest first:
+    chr(35 + choice), chr(35 + percent). Where it has fewer, the choice is the number of choices."""
     order = np.argsort(-gate, axis=1, kind='stable')[:, :8]
     value = np.take_along_axis(gate, order, axis=1)
     percent = np.minimum(np.round(100 * value), 9999).astype(int)
@@ -176,18 +178,19 @@ def describe_run(path, args, machine):
     """All that the page shows of a run, as plain values."""
     model, ckpt = load_checkpoint(path, machine.device)
     tokenizer = run_tokenizer(ckpt)
-    notes, odd = [], {}
+    notes = []
     parts = text_parts(args, tokenizer, machine.device)
     try:
-        parts += validation_parts(ckpt, args.tokens, machine)
+        parts += validation_parts(ckpt, tokenizer, args.tokens, machine.device)
     except UserError as error:
         if not parts:
             raise UserError(f'{error}; or give a --text') from None
         notes.append(f'The statistics are of this text alone: {error}')
-    found = [read(model, tokens, odd) for _, tokens in parts]
+    readings = [read(model, tokens) for _, tokens in parts]
     ids = torch.cat([tokens for _, tokens in parts]).cpu().numpy().view(np.uint16)
     sets = np.concatenate([np.full(len(tokens), name) for name, tokens in parts])
-    texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace') for i in {*ids.tolist()}}
+    texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace')
+             for i in {*ids.tolist()}}
     pairs = zip(ids.tolist(), [tokenizer.eot, *ids.tolist()])
     classes = np.array([token_class(texts[i], texts.get(before, '')) for i, before in pairs])
     # The page shows the text if there is one. Statistics are of the validation set if there is one.
@@ -195,19 +198,19 @@ def describe_run(path, args, machine):
     shown = is_text if is_text.any() else ~is_text
     studied = is_text if is_text.all() else ~is_text
     layers = []
-    for name in [name for name in found[0][1] if name not in odd]:
-        gate = np.concatenate([gates[name] for _, gates in found])
+    for name in readings[0][1]:
+        gate = np.concatenate([gates[name] for _, gates in readings])
         width, packed = pack(gate[shown])
         layers.append(dict(name=name, choices=gate.shape[1], width=width, gates=packed))
         layers[-1] |= describe_layer(gate[studied], ids[studied], classes[studied], sets[studied])
     if not layers:
         notes.append('This model has no routers: there is nothing to choose.')
-    loss = np.concatenate([nats for nats, _ in found])
+    loss = np.concatenate([nats for nats, _ in readings])
     loss[ids == tokenizer.pad] = np.nan                  # what only fills a chunk, and pauses
     loss = [round(nats, 3) if np.isfinite(nats) else None for nats in loss[shown].tolist()]
     return dict(
-        name=str(path), model=ckpt['model'], step=ckpt['iter'], folder=ckpt['folder'], layers=layers,
-        notes=[*notes, *odd.values()], ids=ids.tolist(), loss=loss, studied=int(studied.argmax()),
+        name=str(path), model=ckpt['model'], step=ckpt['iter'], folder=ckpt['folder'],
+        layers=layers, notes=notes, ids=ids.tolist(), loss=loss, studied=int(studied.argmax()),
         sets=[name for name, _ in parts], texts=texts, eot=tokenizer.eot)
 
 
@@ -217,15 +220,15 @@ def read_arguments():
     text = parser.add_mutually_exclusive_group()
     text.add_argument('--text', help='a file to show instead of the validation set')
     text.add_argument('--prompt', help='a text to show')
-    parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000, help='to read at most')
-    parser.add_argument('--out', help="the page; if not given, explore.html in the first run's folder")
+    parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000,
+                        help='to read at most')
+    parser.add_argument('--out', help="the page; if not given, explore.html in the first run's")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
 
 
 def main():
     args = read_arguments()
-    check_writable(args.out)
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:
@@ -240,9 +243,9 @@ def main():
             print(f'  {note}')
     out = args.out or Path(runs[0]['folder'], 'explore.html')
     data = json.dumps(runs, ensure_ascii=False).replace('<', '\\u003c')
-    page = Path(__file__).with_suffix('.html').read_text(encoding='utf-8').replace('@DATA@', data)
-    with new_file(Path(out).resolve(), 'wb') as file:
-        file.write(page.encode('utf-8', 'backslashreplace'))   # of names that are not UTF-8
+    template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    with new_file(out) as file:
+        file.write(template.replace('@DATA@', data))
     print(f'{out}: open it in a browser')
 
 

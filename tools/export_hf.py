@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from lora import merge_lora
-from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, new_file, parse_json, read_lines, run_main
-from plumbing.models import ROOT, import_model, model_file, reads_past_block_size
+from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
+from plumbing.cli import Parser, UserError, new_file, reading, run_main
+from plumbing.settings import ROOT, import_model
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
+from tools.lora import merge_lora
 
 # What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
 SAMPLE = """Once upon a time, in a far-away land, there lived 1,234 cats.
@@ -32,23 +32,22 @@ SAMPLE = """Once upon a time, in a far-away land, there lived 1,234 cats.
 
 # ---- Tokenizer ----------------------------------------------------------------------------------
 
-
 def tokenizer_json(tokenizer):
     """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
     if tokenizer.kind == 'neox':
-        return parse_json(tokenizer.blob)
+        return json.loads(tokenizer.blob)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: ''.join(letters[byte] for byte in token)
     tokens = tokenizer.token_bytes[:tokenizer.eot]       # end-of-text is the last
     vocab = {spell(token): i for i, token in enumerate(tokens)}
     # tiktoken joins any two neighbours whose sum is a token, the lowest id first. So each token
     # stands here with every pair that makes it up, the longest left part first.
-    known = set(tokens)
+    vocabulary = set(tokens)
     merges = []
     for token in tokens:
         for cut in range(len(token) - 1, 0, -1):
             left, right = token[:cut], token[cut:]
-            if left in known and right in known:
+            if left in vocabulary and right in vocabulary:
                 merges.append([spell(left), spell(right)])
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=False,
                       use_regex=False)
@@ -67,21 +66,18 @@ def tokenizer_json(tokenizer):
 
 # ---- The files ----------------------------------------------------------------------------------
 
-
 def export(path, folder):
     """One checkpoint -> the files of `folder`."""
     from safetensors.torch import save
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
-    file = model_file(ckpt['model'])
-    source = (ROOT / file).read_text(encoding='utf-8')
-    imported = re.findall(r'^(?:from|import) (\w+)', source, re.M)   # what it only tries is indented
-    if '/' in file or {*imported} & {each.stem for each in ROOT.iterdir()}:
-        raise UserError(f'{path} is a model of {file}, which needs other files beside it; '
+    source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
+    imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
+    if source.parent != ROOT or {*imports} & {file.stem for file in ROOT.iterdir()}:
+        raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
-        kind = 'chunks of bytes' if tokenizer.kind == 'chunks' else tokenizer.kind
-        raise UserError(f'{path} reads {kind}; no tokenizer of transformers makes them')
+        raise UserError(f'{path} reads {tokenizer.kind}; no tokenizer of transformers makes them')
     if ckpt['adapted']:
         model = merge_lora(model)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)
@@ -126,19 +122,17 @@ def hf_config(model, ckpt):
     with torch.no_grad():
         states, _ = model.features(torch.zeros(1, 1, dtype=torch.long), cache)
     home = 'modeling_nanopaths.Nanopaths'
-    limit = None if reads_past_block_size(model) else model.config.block_size
     return dict(
         model_type='nanopaths', architectures=['NanopathsForCausalLM'],
         auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
                       AutoModelForCausalLM=f'{home}ForCausalLM'),
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
-        context_limit=limit, hidden_size=states.size(-1),
+        context_limit=context_limit(model), hidden_size=states.size(-1),
         num_hidden_layers=len(cache), vocab_size=model.config.vocab_size,
         max_position_embeddings=model.config.block_size, tie_word_embeddings=False)
 
 
 # ---- The model card -----------------------------------------------------------------------------
-
 
 def model_card(model, ckpt):
     """README.md of the folder: what the run's log says of itself."""
@@ -150,7 +144,9 @@ def model_card(model, ckpt):
         'context': f'{model.config.block_size:,} tokens',
         'data': f"`{ckpt['settings']['data']}`",
         'trained': f"{ckpt['iter']:,} steps, {ckpt['words']:,.0f} words"}
-    rows |= read_log(Path(ckpt['folder']) / 'log.jsonl', ckpt['iter'])
+    log = Path(ckpt['folder'], 'log.jsonl')
+    if log.exists():
+        rows |= read_log(log, ckpt['iter'])
     lines = [f'| {name} | ' + text.replace('|', '\\|') + ' |' for name, text in rows.items()]
     return CARD.format(title=Path(ckpt['folder']).name, table='\n'.join(lines), file=ckpt['model'])
 
@@ -184,9 +180,8 @@ Licence: both files are MIT. The text that the model was trained on has a licenc
 def read_log(path, step):
     """{name: text}: what the log says of the run, and of its last validation up to this step."""
     rows = {}
-    for _, text in read_lines(path) if path.is_file() else ():
-        try:
-            line = parse_json(text)
+    with reading(path):
+        for line in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
             if 'run' in line:
                 run = line['run']
                 rows['command'] = f"`python {run['command']}`"
@@ -195,13 +190,10 @@ def read_log(path, step):
                 for name, score in line['val'].items():
                     loss, bits = f"{score['loss']:.4f}", f"{score['bits_per_byte']:.4f}"
                     rows[f'validation, `{name}`'] = f'loss {loss}, {bits} bits per byte'
-        except (ValueError, LookupError, TypeError, AttributeError):     # a damaged line
-            continue
     return rows
 
 
 # ---- Whether it is the same model ---------------------------------------------------------------
-
 
 @torch.no_grad()
 def check(folder, model, tokenizer):
@@ -226,11 +218,7 @@ def main():
     parser.add_argument('--revision-per-checkpoint', action='store_true',
                         help='also write a folder for each ckpt_<words>.pt, as BabyLM names them')
     args = parser.parse_args()
-    try:
-        import safetensors
-        import transformers
-    except ImportError as e:
-        raise UserError(f'{e.name} is missing: pip install transformers safetensors') from None
+    import transformers                                  # for this tool alone, and safetensors
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     home = Path(read_checkpoint(args.run)['folder'])

@@ -1,9 +1,9 @@
 """
-GLUE and SuperGLUE: fine-tune a trained model, with low-rank adapters (lora.py) or as a whole.
+GLUE and SuperGLUE: fine-tune a trained model, with low-rank adapters (tools/lora.py) or as a whole.
 
-    python finetune.py out/moep                              # the toy task, made if missing
-    python finetune.py out/moep --task rte --data data/glue  # one task, PaPaformer's seeds
-    python finetune.py out/moep --task all --data data/glue --full --seeds 3,12,42 --json glue.json
+    python -m tools.finetune out/moep                              # the toy task, made if missing
+    python -m tools.finetune out/moep --task rte --data data/glue  # one task, PaPaformer's seeds
+    python -m tools.finetune out/moep --data data/glue --full --seeds 3,12,42 --json glue.json
 
 The data folder holds BabyLM's files (rte.train.jsonl, rte.valid.jsonl) or GLUE's (RTE/train.tsv,
 RTE/dev.tsv). The model reads end-of-text, then the text; the two texts of a pair are joined by a
@@ -13,6 +13,7 @@ of PaPaformer's Table 5. The best epoch counts; --patience epochs without gain, 
 """
 
 import copy
+import json
 import math
 import re
 import statistics
@@ -26,16 +27,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import prepare
-from lora import add_lora, merge_lora
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import (Parser, UserError, between, check_writable, parse_json, read_lines, run_main,
-                          short, write_json)
-from plumbing.data import as_tensor, tokens_at
-from plumbing.machine import Machine, Replay
-from plumbing.models import model_file
+from plumbing.cli import Parser, UserError, between, human, reading, run_main, write_json
+from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
-from train import learning_rate, make_optimizer, set_rate
+from plumbing.text import read_lines
+from prepare import make_missing_toys
+from tools.lora import add_lora, merge_lora
+from train import as_tensor, learning_rate, make_optimizer, set_rate, tokens_at
 
 
 @dataclass
@@ -48,18 +47,20 @@ class Task:
 
 
 PAIR = ['{sentence1}', '{sentence2}']
+BOOLEAN = ['false', 'true']
 TASKS = dict(
     cola=Task(['{sentence}'], ['unacceptable', 'acceptable'], ['Matthews', 'accuracy']),
     sst2=Task(['{sentence}'], ['negative', 'positive'], ['accuracy']),
     mrpc=Task(PAIR, ['not_equivalent', 'equivalent'], ['F1', 'accuracy']),
     stsb=Task(PAIR, None, ['correlation', 'Pearson', 'Spearman']),
-    qqp=Task(['{question1}', '{question2}'], ['not_duplicate', 'duplicate'], ['F1', 'accuracy'], seeds=(42,)),
+    qqp=Task(['{question1}', '{question2}'], ['not_duplicate', 'duplicate'], ['F1', 'accuracy'],
+             seeds=(42,)),
     mnli=Task(PAIR, ['entailment', 'neutral', 'contradiction'], ['accuracy'], seeds=(12, 42)),
     qnli=Task(['{question}', '{sentence}'], ['entailment', 'not_entailment'], ['accuracy']),
     rte=Task(PAIR, ['entailment', 'not_entailment'], ['accuracy']),
-    boolq=Task(['{passage}', '{question}'], ['false', 'true'], ['accuracy'], 'SuperGLUE'),
-    wsc=Task(['{text}', '{span2_text}: {span1_text}'], ['false', 'true'], ['accuracy'], 'SuperGLUE'),
-    multirc=Task(['{paragraph}', '{question} {answer}'], ['false', 'true'], ['accuracy'], 'SuperGLUE'),
+    boolq=Task(['{passage}', '{question}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
+    wsc=Task(['{text}', '{span2_text}: {span1_text}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
+    multirc=Task(['{paragraph}', '{question} {answer}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
     toy=Task(['{sentence}'], ['he', 'she'], ['accuracy'], 'toy', seeds=(12, 42)))
 RENAMED = {'premise': 'sentence1', 'hypothesis': 'sentence2', '#1 String': 'sentence1',
            '#2 String': 'sentence2', 'Quality': 'label', 'is_duplicate': 'label',
@@ -99,7 +100,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         loss.backward()
         nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
         optimizer.step()
-    step = Replay(train_step, machine)
+    step = CUDAGraphStep(train_step, machine)
     steps_per_epoch = math.ceil(len(train.lengths) / args.batch_size)
     history = []
     for epoch in range(args.epochs):
@@ -117,7 +118,7 @@ def fit(base, task, train, valid, seed, args, machine, bar):
         if epoch - best >= args.patience or values[best] == 100:
             bar.update(steps_per_epoch * (args.epochs - epoch - 1))
             break
-    step.found.clear()                                   # its graphs; the next run records its own
+    step.graphs.clear()                                  # the next run records its own
     trained = sum(p.numel() for p in classifier.parameters() if p.requires_grad)
     return dict(seed=seed, scores=history[best], best_epoch=best + 1, epochs=len(history),
                 history=history, trained=trained, seconds=time.perf_counter() - began)
@@ -131,11 +132,12 @@ def predict(classifier, data, machine):
     tokens_per_batch = 65536 if machine.cuda else 4096
     size = max(1, tokens_per_batch * data.slots // int(data.lengths.max()))
     with machine.autocast():
-        outputs = torch.cat([classifier(ids, last) for _, ids, last in data.batches(order, size)]).cpu()
+        outputs = [classifier(ids, last) for _, ids, last in data.batches(order, size)]
+    outputs = torch.cat(outputs).cpu()
     if not outputs.isfinite().all():
         raise UserError("the model's outputs are not finite; lower --learning_rate")
-    found = outputs[:, 0] if outputs.size(1) == 1 else outputs.argmax(1)
-    return found.numpy()[np.argsort(order)]              # back in the examples' own order
+    predictions = outputs[:, 0] if outputs.size(1) == 1 else outputs.argmax(1)
+    return predictions.numpy()[np.argsort(order)]        # back in the examples' own order
 
 
 def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
@@ -152,7 +154,8 @@ def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     mean = {metric: statistics.fmean(values) for metric, values in scores.items()}
     spread = {metric: statistics.stdev(v) if len(v) > 1 else None for metric, v in scores.items()}
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
-                majority=majority(train_set[1], valid_set[1], task), mean=mean, spread=spread, runs=runs)
+                majority=majority(train_set[1], valid_set[1], task),
+                mean=mean, spread=spread, runs=runs)
 
 
 def pearson(p, y):
@@ -189,114 +192,91 @@ def majority(train_labels, labels, task):
 
 def averages(results, blimp):
     """As in PaPaformer's Table 7: the mean of each suite's tasks, and of BLiMP and both suites."""
-    found = {}
+    means = {}
     for suite in ('GLUE', 'SuperGLUE'):
         members = [name for name, task in TASKS.items() if task.suite == suite]
         scores = [r['mean'][TASKS[r['task']].metrics[0]] for r in results if r['task'] in members]
         if scores:
-            found[suite] = dict(mean=statistics.fmean(scores), tasks=len(scores), of=len(members))
-    if blimp is not None and len(found) == 2:
-        found['macro'] = dict(mean=(blimp + found['GLUE']['mean'] + found['SuperGLUE']['mean']) / 3)
-    return found
+            means[suite] = dict(mean=statistics.fmean(scores), tasks=len(scores), of=len(members))
+    if blimp is not None and len(means) == 2:
+        means['macro'] = dict(mean=(blimp + means['GLUE']['mean'] + means['SuperGLUE']['mean']) / 3)
+    return means
 
 
 # ---- Files -> texts and labels -> batches -------------------------------------------------------
 
-
 def find_task_files(folder):
     """{task: {'train': files, 'valid': files}} of what a folder holds."""
-    found = {}
-    for path in sorted(filter(Path.is_file, [*folder.glob('[!.]*'), *folder.glob('*/[!.]*')])):
+    tasks = {}
+    for path in sorted([*folder.glob('[!.]*.*'), *folder.glob('*/[!.]*.*')]):
         names = [path.name.split('.')[0], path.parent.name]
         names = [re.sub('[^a-z0-9]', '', name.lower()) for name in names]        # SST-2 -> sst2
         task = next((name for name in names if name in TASKS), None)
-        split = re.search('train|valid|val|dev(?!_ids)', path.stem)      # MRPC/dev_ids.tsv is no data
-        if not (task and split and path.suffix in ('.jsonl', '.tsv')) or 'mismatched' in path.stem:
-            continue
-        files = found.setdefault(task, dict(train=[], valid=[]))
-        files = files['train' if split[0] == 'train' else 'valid']
-        files.append(path)
-        if (files[0].parent, files[0].suffix) != (path.parent, path.suffix):
-            raise UserError(f'{task} is there twice: {files[0]} and {path}')
-    return found
+        split = re.search('train|valid|val|dev(?!_ids)', path.stem)      # not MRPC/dev_ids.tsv
+        if task and split and path.suffix in ('.jsonl', '.tsv') and 'mismatched' not in path.stem:
+            files = tasks.setdefault(task, dict(train=[], valid=[]))
+            files['train' if split[0] == 'train' else 'valid'].append(path)
+    return tasks
 
 
 def choose_tasks(wanted, folder):
     """{task: its files}. A task without its files is an error, or left out if 'all' are wanted."""
-    if not folder.is_dir():
-        raise UserError(f'there is no folder {folder}')
-    found = find_task_files(folder)
-    names = [name for name in TASKS if name in found] if wanted == 'all' else wanted.split(',')
+    tasks = find_task_files(folder)
+    names = [name for name in TASKS if name in tasks] if wanted == 'all' else wanted.split(',')
+    if not names:
+        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
+                        'rte.valid.jsonl')
     chosen = {}
     for name in names:
         if name not in TASKS:
-            raise UserError(f"there is no task '{name}'; there are: all, {', '.join(TASKS)}")
-        files = found.get(name, dict(train=[], valid=[]))
+            raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
+        files = tasks.get(name, dict(train=[], valid=[]))
         missing = ' and no '.join(split for split, paths in files.items() if not paths)
         if not missing:
             chosen[name] = files
         elif wanted == 'all':
             print(f'{name} is left out: {folder} holds no {missing} file of it')
         else:
-            raise UserError(f'{folder} holds no {missing} file of {name}; see --help for file names')
-    if not chosen:
-        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, rte.valid.jsonl')
+            raise UserError(f'{folder} holds no {missing} file of {name}; see --help')
     return chosen
 
 
 def read_table(path, name):
-    """('file:line', {column: value}) of each row of a .tsv or .jsonl file."""
+    """{column: value} of each row of a .tsv or .jsonl file."""
     columns = ['source', 'label', 'mark', 'sentence']            # CoLA's authors wrote no header
     for number, line in read_lines(path):
         if not line.strip():
             continue
-        place = f'{path}:{number}'
         values = line.rstrip('\r\n').split('\t')
         if path.suffix == '.jsonl':
-            try:
-                row = {**parse_json(line)}               # TypeError if it is no {...}
-            except (ValueError, TypeError):
-                raise UserError(f'{place}: not a row of JSON, {{"column": value, ...}}')
+            row = json.loads(line)
         elif number == 1 and (name != 'cola' or 'sentence' in values):
             columns = values
             continue
         else:
             row = dict(zip(columns, values))
-        yield place, {RENAMED.get(column, column): value for column, value in row.items()}
+        yield {RENAMED.get(column, column): value for column, value in row.items()}
 
 
 def read_label(value, task):
-    """A score, or the number of a label, given by number or name; ValueError if it is neither."""
+    """A score, or the number of a label, given by number or name."""
     text = str(value).strip().lower()
-    if task.labels is None and 0 <= float(text) <= 5:
+    if task.labels is None:
         return float(text)
-    names = task.labels or []                            # []: a score out of range fails below
-    numbers = [str(i) for i in range(len(names))]
-    return names.index(text) if text in names else numbers.index(text)
+    if text in task.labels:
+        return task.labels.index(text)
+    return range(len(task.labels)).index(int(text))      # ValueError: no such label
 
 
 def read_examples(paths, name, n=None):
     """-> [texts of each example], [labels]; the first n of them"""
     task = TASKS[name]
-    columns = re.findall(r'{(\w+)}', ' '.join(task.texts))
-    allowed = ', '.join(f'{i} ({label})' for i, label in enumerate(task.labels or [])) or '0 to 5'
     texts, labels = [], []
     for path in paths:
-        place = None
-        for place, row in read_table(path, name):
-            try:
-                for column in columns:
-                    row[column].encode('utf-8')          # JSON may hold a lone surrogate
+        with reading(path):
+            for row in read_table(path, name):
                 texts.append([template.format_map(row) for template in task.texts])
                 labels.append(read_label(row['label'], task))
-            except KeyError as missing:
-                raise UserError(f"{place}: there is no column {missing}, only {', '.join(row)}")
-            except (AttributeError, UnicodeError):
-                raise UserError(f"{place}: column '{column}' is not text")
-            except ValueError:
-                raise UserError(f"{place}: label {row['label']!r} is none of {name}'s: {allowed}")
-        if place is None:
-            raise UserError(f'{path}:1: the file is empty, no example in it')
     return texts[:n], labels[:n]
 
 
@@ -309,12 +289,13 @@ def shorten(lengths, room):
 
 
 def encode(texts, tokenizer, limit):
-    """Token ids, at most `limit`: end-of-text and the text; a newline joins the two texts of a pair."""
-    slots = len(tokenizer.end)           # the byte-level model's tokens are chunks, kept or dropped whole
+    """Token ids, at most `limit`: end-of-text and the text; a newline joins the texts of a pair."""
+    slots = len(tokenizer.end)                           # of a chunk of bytes; 1: tokens
     parts = [tokenizer.encode(text) for text in texts]
     newline = tokenizer.encode('\n') if len(parts) == 2 else []
-    kept = shorten([len(part) // slots for part in parts], limit - 1 - len(newline) // slots)
-    first, *second = [part[:n * slots] for part, n in zip(parts, kept)]
+    lengths = [len(part) // slots for part in parts]
+    lengths = shorten(lengths, limit - 1 - len(newline) // slots)
+    first, *second = [part[:n * slots] for part, n in zip(parts, lengths)]
     return [*tokenizer.end, *first, *newline, *sum(second, [])]
 
 
@@ -327,7 +308,7 @@ class Examples:
         self.lengths = np.array([len(ids) for ids in encoded])
         table = np.tile(np.array(tokenizer.end, np.uint16), (len(encoded), limit))
         for row, ids in zip(table, encoded):
-            row[:len(ids)] = ids                         # what follows is not seen (but see stlm_depth.md)
+            row[:len(ids)] = ids                 # what follows is not seen (but see stlm_depth.md)
         self.ids = as_tensor(table, device)              # (N, limit * slots)
         self.last = torch.from_numpy(self.lengths - 1).to(device)
         self.labels = torch.tensor(labels, device=device)
@@ -342,8 +323,8 @@ class Examples:
         """(rows on the device, ids, last) of the examples in that order."""
         rows = torch.from_numpy(order).to(self.ids.device)
         for i in range(0, len(order), size):
-            some = rows[i:i + size]
-            yield some, *self.batch(some, longest=self.lengths[order[i:i + size]].max())
+            longest = self.lengths[order[i:i + size]].max()
+            yield rows[i:i + size], *self.batch(rows[i:i + size], longest)
 
     def shuffled(self, seed, epoch, size):
         """A new order, with similar lengths in a batch: sorted in pools of 16 batches."""
@@ -352,13 +333,12 @@ class Examples:
         for i in range(0, len(order), 16 * size):
             pool = order[i:i + 16 * size]                # a view: this sorts a part of order
             pool[:] = pool[np.argsort(self.lengths[pool], kind='stable')]
-        n = len(order) // size * size                    # in whole batches; the others come last
-        whole = rng.permutation(order[:n].reshape(-1, size)).ravel()
-        return np.concatenate((whole, order[n:]))
+        n = len(order) // size * size                    # in full batches; the others come last
+        batches = rng.permutation(order[:n].reshape(-1, size)).ravel()
+        return np.concatenate((batches, order[n:]))
 
 
 # ---- The command line ---------------------------------------------------------------------------
-
 
 def show(task, train, valid, majority, mean, spread, runs, **_):
     epoch = statistics.fmean(run['best_epoch'] for run in runs)
@@ -366,7 +346,8 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
     rest = f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}'
     for metric in mean:
         std = '-' if len(runs) == 1 else f'{spread[metric]:.2f}'
-        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}{rest}', flush=True)
+        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}{rest}',
+              flush=True)
         task = rest = ''                                 # its other metrics stand below
 
 
@@ -374,14 +355,16 @@ def read_blimp(path, run):
     """The score of a run in what eval_blimp.py --json wrote."""
     def find(name):                                      # a name in out/ will do
         return (Path(name) if Path(name).exists() else Path('out', name)).resolve()
-    try:
-        found = parse_json(path.read_text(encoding='utf-8'))
-        if Path(found['data']).name == 'toy_blimp':
-            raise UserError(f'{path} holds a score on the toy pairs; the average needs BLiMP itself')
-        scores = {find(r['checkpoint']): float(r['overall']) for r in found['runs']}
-        return scores[find(run)]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(f'{path} has no score of {run}, as eval_blimp.py --json writes it') from None
+    with reading(path):
+        result = json.loads(path.read_text(encoding='utf-8'))
+        scores = {find(r['checkpoint']): r['overall'] for r in result['runs']}
+    if find(run) not in scores:
+        raise UserError(f'{path} has no score of {run}')
+    return scores[find(run)]
+
+
+def numbers(text):
+    return [int(number) for number in text.split(',')]
 
 
 def read_arguments():
@@ -390,11 +373,13 @@ def read_arguments():
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
     parser.add_argument('--data', type=Path, default='data/toy_glue', help='where the tasks are')
     parser.add_argument('--full', action='store_true', help='train all weights, not only adapters')
-    parser.add_argument('--seeds', help="such as 3,12,42; else PaPaformer's, task by task")
+    parser.add_argument('--seeds', type=numbers,
+                        help="such as 3,12,42; else PaPaformer's, task by task")
     count = between(1, 10 ** 6)
     parser.add_argument('--rank', type=count, default=8, help='rank of the adapters')
     parser.add_argument('--epochs', type=count, default=32, help='at most this many')
-    parser.add_argument('--patience', type=count, default=5, help='epochs without gain until it stops')
+    parser.add_argument('--patience', type=count, default=5,
+                        help='epochs without gain until it stops')
     parser.add_argument('--batch_size', type=count, default=64, help='examples per step')
     parser.add_argument('--learning_rate', type=between(1e-12, 1e6, float), default=1e-3,
                         help='falls linearly to zero')
@@ -404,33 +389,25 @@ def read_arguments():
     parser.add_argument('--blimp', type=Path, help='a file of eval_blimp.py --json')
     parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
-    args = parser.parse_args()
-    if args.seeds:
-        seeds = args.seeds.split(',')
-        if not all(re.fullmatch('[0-9]{1,18}', seed) for seed in seeds) or len(set(seeds)) < len(seeds):
-            raise UserError(f'--seeds {args.seeds}: different whole numbers with commas, such as 3,12,42')
-        args.seeds = [int(seed) for seed in seeds]
-    return args
+    return parser.parse_args()
 
 
 def main():
     args = read_arguments()
-    check_writable(args.json)
     machine = Machine(args.device)
     blimp = read_blimp(args.blimp, args.run) if args.blimp else None
     if args.data == Path('data/toy_glue'):
-        prepare.make_missing_toys([args.data.name], args.data.parent)
+        make_missing_toys([args.data.name], args.data.parent)
     sets = {}                                            # by task; all are read before any work
     for name, files in choose_tasks(args.task, args.data).items():
-        sets[name] = read_examples(files['train'], name, args.num), read_examples(files['valid'], name)
+        valid_set = read_examples(files['valid'], name)
+        sets[name] = read_examples(files['train'], name, args.num), valid_set
     model, ckpt = load_checkpoint(args.run, machine.device)
     if hasattr(model, 'adapted'):
         model = merge_lora(model)
     tokenizer = run_tokenizer(ckpt)
-    if model.config.block_size // len(tokenizer.end) < 8:
-        raise UserError(f'a block_size of {model.config.block_size} is too short for texts')
     trained = 'all of them trained' if args.full else f'adapters of rank {args.rank}'
-    print(f"{args.run}: {model_file(ckpt['model'])}, {short(model.count_params()[0])} parameters, {trained}, "
+    print(f"{args.run}: {ckpt['model']}, {human(model.count_params()[0])} parameters, {trained}, "
           f'{machine.device}, {machine.dtype}')
     print('task      metric         mean      ±  majority  seeds  epoch    train   valid  minutes')
     results = []
@@ -438,11 +415,14 @@ def main():
         results.append(run_task(name, train_set, valid_set, model, tokenizer, args, machine))
         show(**results[-1])
         means = averages(results, blimp)
-        if args.json:                                    # after every task: what is done is not lost
-            found = dict(settings=vars(args), model=ckpt['model'], averages=means, tasks=results)
-            write_json(args.json, found)
+        if args.json:                                    # after every task: nothing done is lost
+            write_json(args.json, dict(settings=vars(args), model=ckpt['model'], averages=means,
+                                       tasks=results))
     for suite, value in means.items():
-        about = f"{value['tasks']} of its {value['of']} tasks" if 'of' in value else f'with BLiMP {blimp:.2f}'
+        if suite == 'macro':
+            about = f'with BLiMP {blimp:.2f}'
+        else:
+            about = f"{value['tasks']} of its {value['of']} tasks"
         print(f"{suite:21}{value['mean']:8.2f}   {about}")
 
 

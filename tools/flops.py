@@ -1,5 +1,5 @@
 """
-FLOPs per token, as tools.bench and tools.arena count them: in a forward 2 for each active parameter
+FLOPs per token, as tools.bench and the arena count them: in a forward 2 for each active parameter
 and, for causal attention, 4 per unit of its width and earlier token. Backward takes twice as many.
 """
 
@@ -11,17 +11,17 @@ ATTENTION = {          # the width of a token's query heads in all layers, by th
     'ModuleFormerConfig': lambda c: c.n_layer * c.top_k * c.d_att,
     'SelfMoEConfig': lambda c: c.n_layer * c.n_embd,
     'STLMConfig': lambda c: c.n_layer * c.n_embd,
-    'StrongConfig': lambda c: c.n_layer * c.n_embd,
+    'DenseConfig': lambda c: c.n_layer * c.n_embd,
     'STLMDepthConfig': lambda c: c.n_embd * (  # a routed layer attends among a share of the tokens
         c.n_layer - (1 - c.capacity ** 2) * (c.n_layer // c.route_every))}
 
 
 def training_flops(config, active, T):
-    """Of the model with this config, at a context of T. A Config counts as the known one that it
-    inherits, or whose name it has, in a copy of the model file."""
+    """Of the model with this config, at a context of T. A Config counts as the one of ATTENTION
+    that it inherits, or whose name it has."""
     kinds = [kind.__name__ for kind in type(config).__mro__]
-    known = [kind for kind in kinds if kind in ATTENTION]
-    if not known:
-        raise UserError(f'tools/flops.py cannot count the attention of {kinds[0]}: '
-                        f"add to ATTENTION a line such as '{kinds[0]}': lambda c: c.n_layer * c.n_embd")
-    return 6 * active + 6 * ATTENTION[known[0]](config) * T          # T / 2 earlier tokens
+    widths = [ATTENTION[kind](config) for kind in kinds if kind in ATTENTION]
+    if not widths:
+        raise UserError(f'tools/flops.py cannot count the attention of {kinds[0]}: add to ATTENTION '
+                        f"a line such as '{kinds[0]}': lambda c: c.n_layer * c.n_embd")
+    return 6 * active + 6 * widths[0] * T                # T / 2 earlier tokens

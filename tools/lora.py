@@ -1,8 +1,8 @@
 r"""
 LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and nothing else.
 
-    add_lora(model, rank=8, alpha=16)    # every linear map is now W + alpha/rank * A B; only A, B train
-    merge_lora(model)                    # the sums become the weights: a plain model again
+    add_lora(model, rank=8, alpha=16)   # every linear map is W + alpha/rank * A B; only A, B train
+    merge_lora(model)                   # the sums become the weights: a plain model again
 
     python train.py config/moep.py --init_from=out/moep --surgery=tools.lora.add_lora \
         --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
@@ -56,7 +56,7 @@ class LowRank(nn.Module):
         if self.training and self.dropout:
             channels = a.new_ones(*a.shape[:-1], 1)      # each kept or dropped, for all tokens
             a = a * F.dropout(channels, self.dropout)
-        with torch.autocast(a.device.type, enabled=False):       # small, so in the weight's own precision
+        with torch.autocast(a.device.type, enabled=False):       # small: in the weight's precision
             change = self.scale * (a @ self.b)
         return weight + (change if weight.dim() == 3 else change.mT)
 
@@ -88,40 +88,23 @@ def linear_maps(model):
     return maps
 
 
-def matches(pattern, name):
-    try:
-        return bool(re.search(pattern, name))
-    except re.error as e:
-        raise ValueError(f"'{pattern}' is not a regular expression: {e}") from None
-
-
 def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
     """Add adapters to all linear maps but the head, and freeze everything else -> the same model,
     changed in place. `only`, a pattern, restricts this to the maps whose full name (parallel.0.qkv,
     last.0.fc.weight) matches; these may include the head. Parameters whose name matches the pattern
     `also` (for example 'wte|head') are not frozen."""
-    if hasattr(model, 'adapted'):
-        raise ValueError('the model has adapters already; merge them first (merge_lora)')
-    if not (isinstance(rank, int) and rank >= 1 and alpha > 0 and 0 <= dropout < 1):
-        raise ValueError(f'rank = {rank}, alpha = {alpha}, dropout = {dropout}: rank is a whole number of at '
-                         'least 1, alpha more than 0, dropout at least 0 and less than 1')
+    assert not hasattr(model, 'adapted'), 'the model has adapters already: merge them first'
     maps = linear_maps(model)
     if only is None:
-        chosen = [name for name in maps if 'head' not in name.split('.')[-2:]]       # head.weight, head
+        is_head = lambda name: 'head' in name.split('.')[-2:]            # head.weight, head
+        chosen = [name for name in maps if not is_head(name)]
     else:
-        chosen = [name for name in maps if matches(only, name)]
-    unfrozen = []
-    if also is not None:
-        unfrozen = [p for name, p in model.named_parameters() if matches(also, name)]
-    if not chosen:
-        raise ValueError(f"no linear map has a name that matches '{only}'; there are {', '.join(maps)}")
-    if also is not None and not unfrozen:
-        raise ValueError(f"no parameter has a name that matches also = '{also}'")
+        chosen = [name for name in maps if re.search(only, name)]
+    assert chosen, f"no linear map has a name that matches '{only}'; there are {', '.join(maps)}"
 
-    model.requires_grad_(False)
-    for p in unfrozen:
-        p.requires_grad_(True)
-    by_module = {}                                       # {module: the names of its chosen parameters}
+    for name, p in model.named_parameters():
+        p.requires_grad_(also is not None and bool(re.search(also, name)))
+    by_module = {}                               # {module: the names of its chosen parameters}
     for module, name in [maps[full_name] for full_name in chosen]:
         by_module.setdefault(module, []).append(name)
     for module, names in by_module.items():
@@ -129,15 +112,15 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
         module.lora = nn.ModuleDict(changes).train(module.training)
         module.__class__ = adapted_class(type(module), tuple(names))
     settings = dict(rank=rank, alpha=alpha, dropout=dropout, only=only, also=also)
-    model.adapted = [('tools.lora.add_lora', settings)]        # how to rebuild the adapted model
+    model.adapted = [('tools.lora.add_lora', settings)]          # how to rebuild the adapted model
     return model
 
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the changes to the weights for good, and unfreeze all -> the same model, changed in place."""
-    if not hasattr(model, 'adapted'):
-        raise ValueError('the model has no adapters to merge')
+    """Add the changes to the weights for good, and unfreeze all -> the same model, changed in
+    place."""
+    assert hasattr(model, 'adapted'), 'the model has no adapters to merge'
     adapted = [module for module in model.modules() if hasattr(type(module), 'plain')]
     for module in adapted:
         for name, change in module.lora.eval().items():  # eval: no dropout

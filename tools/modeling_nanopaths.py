@@ -100,8 +100,8 @@ class NanopathsForCausalLM(NanopathsModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def loss(self, logits, labels, keep, aux, n_items):
-        """Of each next token; -100 is not a target. Trainer gives the number of targets in all batches
-        that it accumulates: then this is the batch's share of their mean."""
+        """Of each next token; -100 is not a target. Trainer gives the number of targets in all
+        batches that it accumulates: then this is the batch's share of their mean."""
         V = logits.size(-1)
         if not keep.all():                               # padding must not separate neighbours
             order = front(keep)
@@ -152,7 +152,7 @@ def kept_tokens(ids, mask, past):
 
 
 def front(keep):
-    """(B, N): the columns of each row's kept tokens, in order; in shorter rows some others follow."""
+    """(B, N): the columns of each row's kept tokens, in order; in shorter rows others follow."""
     longest = max(1, int(keep.sum(1).max()))
     return (~keep).int().argsort(dim=1, stable=True)[:, :longest]
 

@@ -1,0 +1,183 @@
+"""tools/bench.py: what it counts, by hand, and that it takes train.py's steps. No times."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+import moduleformer
+import train
+from conftest import ROOT
+from moep import MoEP, MoEPConfig
+from plumbing.machine import Machine
+from plumbing.settings import read_settings
+from tools import bench
+
+TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--block_size=16', '--vocab_size=64',
+        '--batch_size=2']
+SMALL = ['--vocab_size=64', '--block_size=16', '--batch_size=1']
+SECONDS = bench.seconds
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """One call is a measurement."""
+    monkeypatch.setattr(bench, 'seconds', lambda work, machine, **_: (work(), 0.5)[1])
+
+
+@pytest.fixture
+def measured(run, tmp_path):
+    """The tool in this process -> what it writes, with what it prints."""
+    def measured(*args):
+        done = run('tools.bench', *args, f'--json={tmp_path}/b.json', '--device=cpu', here=True)
+        return dict(json.loads((tmp_path / 'b.json').read_text()), printed=done.stdout)
+    return measured
+
+
+def test_the_median_counts(monkeypatch):
+    """Of calls that take 1, 9, 2, 8 and 3 seconds, after one that compiles and one that says how
+    many calls a measurement needs. One that takes long is enough."""
+    clock, lasts = [0.0], iter([50, 1, 1, 9, 2, 8, 3, 50, 6])
+    monkeypatch.setattr(bench.time, 'perf_counter', lambda: clock[0])
+
+    def work():
+        clock[0] += next(lasts)
+    assert [SECONDS(work, Machine('cpu'), at_least=0.5) for _ in range(2)] == [3, 6]
+
+
+def test_training_rows_by_hand(measured):
+    result = measured('config/gpt2.py', *TINY)
+    row, = result['rows']
+    V, T, D, L = 64, 16, 32, 2
+    # the tied head multiplies, the table of positions adds
+    assert row['total'] == V * D + T * D + L * (12 * D * D + 13 * D) + 2 * D
+    assert row['rows'] == 2 and row['T'] == 16
+    assert row['tokens_per_s'] == 2 * 16 / 0.5 and row['ms'] == 500 and row['gib'] is None
+    assert row['flops_per_token'] == 6 * row['active'] + 6 * L * D * T
+    assert result['matrix_rate'] == 2 * 1024 ** 3 / 0.5
+    share = row['flops_per_token'] * row['tokens_per_s'] / result['matrix_rate']
+    assert row['share'] == pytest.approx(share)
+    lines = result['printed'].splitlines()
+    assert len(lines) == 3 and 'TFLOP/s in a large matrix product' in lines[0]
+    assert lines[2].startswith('gpt2 ') and lines[2].endswith('%')
+
+
+def test_steps_are_training_steps():
+    """The weights after a measurement are those of as many steps of train.py on the same tokens."""
+    config = str(ROOT / 'config/gpt2.py')
+    args = [config, *TINY, '--gradient_accumulation_steps=2', '--dropout=0.0']
+    s, _, keys = read_settings(args)
+    machine, models = Machine('cpu'), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MoEP(MoEPConfig(**keys)))
+    ours, expected = models
+    torch.manual_seed(1)
+    bench.training(ours, s, 16, machine)                 # the fixture makes it two steps
+    torch.manual_seed(1)
+    data = bench.RandomTokens(64, 4, 16, 'cpu')
+    optimizer = train.make_optimizer(expected, s, machine)
+    for starts in (data.next_starts(), data.next_starts()):
+        for half in (starts[:2], starts[2:]):
+            window = torch.stack([data.tokens[i:i + 17].long() for i in half])
+            (expected.train()(window[:, :-1], window[:, 1:])[1] / 2).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), s.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('total', [0.7e6, 28e6, 104e6])
+def test_dense_of_equal_size(total):
+    size = round((total / 90) ** 0.5) // 8 * 8
+    config = moduleformer.ModuleFormerConfig(
+        vocab_size=2048, n_layer=4, n_embd=size, d_att=size, d_ffd=size, n_ffd=8, n_att=4)
+    with torch.device('meta'):
+        model = moduleformer.ModuleFormer(config)
+        dense = MoEP(bench.dense_like(moduleformer.ModuleFormer, config, 128))
+    assert abs(dense.count_params()[0] / model.count_params()[0] - 1) < 0.05
+    assert dense.config.n_parallel == 0
+
+
+def test_sweeps_and_batch_sizes(measured):
+    args = [*SMALL[:2], '--batch_size', '1', '2', '--sweep=sparse=True,False', '--dense']
+    rows = measured('config/moep.py', *args)['rows']
+    dense = 'GPT-2 of that size'
+    names = ['moep sparse=True', dense] * 2 + ['moep sparse=False', dense] * 2
+    assert [row['name'].strip() for row in rows] == names
+    assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
+    sweep = '--sweep=path_embd=[8,16],[24,24]'           # commas in brackets do not part values
+    rows = measured('config/papaformer.py', *SMALL, sweep)['rows']
+    names = ['papaformer path_embd=[8,16]', 'papaformer path_embd=[24,24]']
+    assert [row['name'] for row in rows] == names
+
+
+NANOGPT = """
+import torch.nn as nn, torch.nn.functional as F, torch, dataclasses
+@dataclasses.dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float
+    bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(config.vocab_size, config.n_embd),
+                                              wpe=nn.Embedding(config.block_size, config.n_embd)))
+        print('number of parameters')
+    def configure_optimizers(self, decay, rate, betas, device):
+        return torch.optim.AdamW(self.parameters(), rate, betas, weight_decay=decay)
+    def forward(self, x, y):
+        logits = self.transformer.wte(x) @ self.transformer.wte.weight.T
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""                                                      # what bench needs of nanoGPT's model.py
+
+
+def test_nanogpt(measured, tmp_path):
+    """Beside a GPT-2 of ours a nanoGPT of the same sizes; not beside a MoEP."""
+    (tmp_path / 'model.py').write_text(NANOGPT)
+    result = measured('config/gpt2.py', 'config/moep.py', *SMALL, f'--nanogpt={tmp_path}')
+    assert [row['name'].strip() for row in result['rows']] == ['gpt2', 'nanoGPT', 'moep']
+    ours, theirs, _ = result['rows']
+    positions = ours['total'] - ours['active']           # 16 x width
+    assert theirs['total'] - theirs['active'] == positions
+    assert theirs['total'] == (64 + 16) * positions // 16 and theirs['rows'] == 1
+    assert 'number of parameters' not in result['printed']
+
+
+@pytest.mark.parametrize('name', ['papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth'])
+def test_every_model(measured, name):
+    row, = measured(f'config/{name}.py', *SMALL)['rows']
+    assert row['flops_per_token'] > 6 * row['active']
+
+
+def test_generation_and_prefill(measured):
+    result = measured('config/moduleformer.py', '--generate=6', '--vocab_size=64')
+    row, = result['rows']
+    assert row['T'] == 7 and row['no_cache'] == row['tokens_per_s'] == 12
+    assert 'no cache' in result['printed']
+    args = ['--prefill', '--seq_len=20', '--batch_size=3', '--dense', '--vocab_size=64']
+    rows = measured('config/moduleformer.py', *args)['rows']
+    assert [row['tokens_per_s'] for row in rows] == [120, 120]
+    larger, _ = measured('config/moduleformer.py', *args[:-1], '--vocab_size=128')['rows']
+    assert larger['flops_per_token'] == rows[0]['flops_per_token']   # the head reads 1 token of 20
+
+
+def test_rows_compile_in_other_processes(monkeypatch):
+    """A row can be sent to another process, where it takes the step that is measured later; what
+    has no auxiliary losses is trained without."""
+    monkeypatch.chdir(ROOT)
+    argv = ['bench', 'config/moep.py', '--dense', '--batch_size', '1', '2']
+    monkeypatch.setattr('sys.argv', argv)
+    args, extra = bench.read_arguments()
+    rows = list(bench.plan_rows(args, [*extra, '--block_size=16', '--device=cpu']))
+    assert [row.s.batch_size for row in rows] == [1, 1, 2, 2]
+    assert [bool(row.s.aux_weights) for row in rows] == [True, False] * 2
+    steps = []
+    make_step = lambda model, s, T, machine: lambda: steps.append((s, T))
+    monkeypatch.setattr(bench, 'make_step', make_step)
+    for row in pickle.loads(pickle.dumps(rows)):
+        bench.first_step(row, args)
+    assert steps == [(row.s, 16) for row in rows]

@@ -1,0 +1,274 @@
+"""tools/compare.py as a user runs it, and its page in a browser where there is one."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from tools import compare
+
+NASTY = '</script><b id="x">"\'&$\x1b[2J'
+
+
+def start(it=0, **settings):
+    settings = dict(model='moep', out_dir='a', **settings)
+    return dict(iter=it, seconds=0.0, run=dict(
+        settings=settings, config=dict(n_layer=2), parameters=2000, active=1500, steps=100,
+        tokens_per_step=64, device='cpu'))
+
+
+def step(it, **values):
+    usual = dict(loss=5.0 - it, lr=0.1, grad_norm=1.0, tokens_per_s=10 * it, epoch=0, windows=it)
+    return dict(iter=it, seconds=6.0 * it, words=7 * it) | usual | values
+
+
+def evaluation(it, loss, routes=None, name='toy'):
+    scores = dict(loss=loss, perplexity=math.exp(loss), bits_per_byte=loss / 4)
+    return dict(iter=it, seconds=6.0 * it, words=7 * it, val={name: scores}, routes=routes or {})
+
+
+def write_log(folder, *records, tail=''):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ''.join(json.dumps(record) + '\n' for record in records)
+    (folder / 'log.jsonl').write_text(text + tail)
+
+
+def cells(text):
+    """{label: its cells} of a printed table of runs whose names have no spaces."""
+    rows = [re.split(r'\s{2,}', line.strip()) for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) > 1}
+
+
+@pytest.fixture
+def call(run, tmp_path):
+    """What the tool prints in tmp_path."""
+    def call(*args):
+        return run('tools.compare', *args, cwd=tmp_path, here=True).stdout
+    return call
+
+
+def page_data(path):
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())
+    return json.loads(data[1])
+
+
+def test_numbers_are_those_of_the_log(call, tmp_path):
+    routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
+    write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
+              step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25, tokens_per_s=90),
+              evaluation(3, 2.0, routes))
+    write_log(tmp_path / 'b', start(seed=2), step(1))
+    text = call('a', 'b', '--html=page.html')
+    assert text.endswith('page.html: open it in a browser\n')
+    assert max(map(len, text.splitlines())) <= 100
+    table = cells(text)
+    expected = dict(parameters=['2,000', '2,000'], steps=['3 of 100', '1 of 100'],
+                    tokens=['192', '64'], words=['21', '7'], minutes=['0.3', '0.1'],
+                    balance=['2.25', '-'], seed=['1', '2'])
+    assert {label: table[label] for label in expected} == expected
+    assert table['active per token'] == ['1,500', '1,500']
+    assert table['tokens/s, median'] == ['20', '10']
+    assert table['toy: best loss'] == ['1.5000 at 2', '-']
+    assert table['toy: last loss'] == ['2.0000', '-']
+    assert table['toy: last bits per byte'] == ['0.5000', '-']
+    assert table['toy: last perplexity'] == [f'{math.exp(2):.4f}', '-']
+    assert table['unused choices'] == ['2 of 8', '-'] and table['in layer'] == ['first', '-']
+    assert table['fewest effective choices'] == ['2.10 of 4', '-']
+    assert 'n_layer' not in table and 'out_dir' not in table
+
+    first, second = page_data(tmp_path / 'page.html')['runs']
+    assert first['axes']['steps'] == dict(
+        step=[1, 2, 3], tokens=[64, 128, 192], minutes=[0.1, 0.2, 0.3],
+        FLOPs=[6 * 1500 * n for n in (64, 128, 192)])
+    curves = {(c['panel'], c['label']): c['mean'] for c in first['curves']}
+    assert curves['loss', 'train'] == [4, 3, 2] and curves['loss', 'val toy'] == [4.0, 1.5, 2.0]
+    assert curves['balance', 'train'] == [2.0, 2.5, 2.25] and curves['lr', 'train'] == [0.1] * 3
+    assert [choice['mean'][-1] for choice in first['routes']['first']] == routes['first']
+    unused = [choice['unused'] for choice in first['routes']['first']]
+    assert unused == [False, False, True, True] and second['routes'] == {}
+
+
+def test_a_layer_that_no_token_takes(call, tmp_path):
+    routes = dict(first=[0.25, 0.25, 0.25, 0.25], second=[0.0, 0.0, 0.0, 0.0])
+    write_log(tmp_path / 'c', start(), step(1), evaluation(1, 2.0, routes))
+    table = cells(call('c'))
+    assert table['fewest effective choices'] == ['0.00 of 4'] and table['in layer'] == ['second']
+
+
+def test_slots_are_not_called_tokens(call, tmp_path):
+    for name, limit in dict(tokens=0, bytes=8).items():
+        write_log(tmp_path / name, start(byte_limit=limit), step(1))
+    table = cells(call('tokens', 'bytes'))
+    assert table['tokens'] == ['64', '-'] and table['slots'] == ['-', '64']
+    assert table['tokens/s, median'] == ['10', '-'] and table['slots/s, median'] == ['-', '10']
+
+
+def test_a_row_that_no_run_of_three_has_is_not_printed(call, tmp_path):
+    """But a setting that differs between the first three and the others is."""
+    for name in 'abc':
+        write_log(tmp_path / name, start(seed=1), step(1))
+    write_log(tmp_path / 'd', start(seed=2), step(1, balance=2.0), evaluation(1, 2.0))
+    first, second = call(*'abcd').rstrip().split('\n\n')
+    assert 'balance' not in first and 'validation' not in first
+    assert cells(first)['seed'] == ['1'] * 3
+    assert cells(second)['balance'] == ['2'] and cells(second)['seed'] == ['2']
+
+
+def test_a_real_run(run, call, data_dir, tmp_path):
+    """What train.py writes today is understood."""
+    run('train.py', 'config/moep.py', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run',
+        '--max_iters=2', '--log_interval=1', '--batch_size=1', '--eval_tokens=64',
+        '--sample_tokens=0', here=True)
+    table = cells(call('run', '--html=page.html'))
+    first, *_, last = map(json.loads, open(tmp_path / 'run/log.jsonl'))
+    assert table['parameters'] == [f"{first['run']['parameters']:,}"]
+    assert table['steps'] == ['2 of 2'] and table['tokens'] == ['128']
+    assert table['log lines'] == ['5'] and 'expert_balance' in table
+    assert table['toy_stories: last loss'] == [f"{last['val']['toy_stories']['loss']:.4f}"]
+    routes = page_data(tmp_path / 'page.html')['runs'][0]['routes']
+    for layer, shares in last['routes'].items():
+        assert [choice['mean'][-1] for choice in routes[layer]] == shares
+
+
+def test_resumed_with_another_batch(tmp_path):
+    again = start(2)
+    again['run'] |= dict(tokens_per_step=100, steps=50)
+    write_log(tmp_path, start(), step(1), step(2), again, step(3))
+    result = compare.read_run(tmp_path)
+    assert result['axes']['steps']['tokens'] == [64, 128, 228]
+    assert result['cells']['run']['steps'] == '3 of 50'
+
+
+def test_a_line_that_is_being_written(call, tmp_path):
+    write_log(tmp_path / 'torn', start(), step(1), tail='{"iter": 2, "los')
+    assert cells(call('torn'))['log lines'] == ['2']
+
+
+def test_nan_is_a_gap(call, tmp_path):
+    write_log(tmp_path, start(), step(1), step(2, loss=math.nan), step(3), evaluation(3, 2.0),
+              evaluation(4, math.nan))
+    table = cells(call('.', '--html=page.html'))
+    assert table['toy: best loss'] == ['2.0000 at 3'] and table['toy: last loss'] == ['nan']
+    train, *_, val = page_data(tmp_path / 'page.html')['runs'][0]['curves']
+    assert train['mean'] == [4, None, 2] and val['mean'] == [2.0, None]
+
+
+def test_thinning_keeps_the_extremes(tmp_path):
+    losses = [2.0] * 5000
+    losses[1234], losses[4321] = 9.0, -3.0
+    write_log(tmp_path, start(), *(step(i, loss=loss) for i, loss in enumerate(losses, 1)))
+    result = compare.read_run(tmp_path)
+    curve = result['curves'][0]
+    assert len(curve['mean']) == 1000 and max(curve['high']) == 9.0 and min(curve['low']) == -3.0
+    assert curve['mean'][1234 // 5] == pytest.approx((9 + 4 * 2) / 5)
+    assert result['axes']['steps']['step'][-1] == 5000
+
+
+def test_names_are_text(call, tmp_path):
+    """Neither a page nor a terminal obeys them."""
+    write_log(tmp_path / 'a', start(note=NASTY), step(1, **{NASTY: 1.0}),
+              evaluation(1, 2.0, {NASTY: [1.0]}, NASTY))
+    write_log(tmp_path / 'b', start())
+    assert '\x1b' not in call('a', 'b', '--html=page.html')
+    page = (tmp_path / 'page.html').read_text()
+    template = (ROOT / 'tools/compare.html').read_text()
+    assert page.count('</script') == template.count('</script')
+    data = page_data(tmp_path / 'page.html')
+    assert list(data['runs'][0]['routes']) == [NASTY] and ['note', NASTY, '-'] in data['rows']
+
+
+def test_watch(run, tmp_path, monkeypatch):
+    """Each round reads the log anew; Ctrl-C ends it without a traceback."""
+    write_log(tmp_path, start(), step(1))
+    rounds = []
+
+    def sleep(seconds):
+        rounds.append(page_data(tmp_path / 'page.html'))
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        write_log(tmp_path, start(), step(1), step(2))
+    monkeypatch.setattr(compare.time, 'sleep', sleep)
+    args = ['tools.compare', tmp_path, f'--html={tmp_path}/page.html', '--watch']
+    done = run(*args, here=True, code=130)
+    assert [len(data['runs'][0]['curves'][0]['mean']) for data in rounds] == [1, 2]
+    assert all(data['reload'] for data in rounds) and not done.stderr
+
+
+def test_png(call, tmp_path):
+    pytest.importorskip('matplotlib')
+    write_log(tmp_path / 'a$b', start(), step(1), evaluation(1, 2.0, dict(layer=[1.0, 0.0])))
+    call('a$b', '--png=p.png')
+    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_it_starts_fast():
+    """It needs no torch."""
+    code = "import sys, tools.compare; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+
+
+# ---- In a browser -------------------------------------------------------------------------------
+
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+CATCH = """<script>
+  window.problems = [];
+  for (const kind of ['error', 'unhandledrejection'])
+    addEventListener(kind, event => problems.push(String(event.message || event.reason)));
+</script>"""
+DRIVE = """<script>
+addEventListener('load', () => setTimeout(() => {
+  const tip = document.getElementById('tip');
+  const chart = () => document.querySelector('.chart svg');
+  function point(svg, share) {
+    const box = svg.getBoundingClientRect();
+    svg.dispatchEvent(new PointerEvent('pointermove', { clientX: box.left + share * box.width }));
+    return tip.innerText;
+  }
+  const seen = { left: point(chart(), 0), right: point(chart(), 1) };
+  seen.share = point(document.querySelector('.routes svg'), 1);
+  seen.unused = document.querySelector('.unused').textContent;
+  document.querySelector('input[value=FLOPs]').click();
+  seen.far = point(chart(), 1);
+  document.getElementById('logx').click();
+  document.getElementById('logy').click();
+  seen.positive = point(chart(), 0);
+  seen.injected = document.querySelectorAll('#x').length;
+  seen.problems = problems;
+  document.body.dataset.seen = JSON.stringify(seen);
+}, 300));
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason='there is no browser')
+def test_page_in_a_browser(call, tmp_path):
+    """Hover, the switches of axis and scale, and no error."""
+    nasty = NASTY.replace('/', '|').replace('\x1b', '')
+    routes = [dict(first=[0.5, 0.5 - part, part]) for part in (0.25, 0.125, 0.0)]
+    write_log(tmp_path / nasty, start(seed=NASTY), evaluation(0, 6.0, routes[0]),
+              step(1, **{NASTY: 1.0}), evaluation(2, 4.0, routes[1], NASTY),
+              evaluation(3, 3.5, routes[2]))
+    steps = [step(i, loss=3 + i % 2) for i in range(1, 3000)]
+    write_log(tmp_path / 'other', start(), *steps)
+    call(nasty, 'other', '--html=page.html')
+    page = (tmp_path / 'page.html').read_text()
+    page = page.replace('<head>', '<head>' + CATCH).replace('</body>', DRIVE + '</body>')
+    (tmp_path / 'page.html').write_text(page)
+    done = subprocess.run(
+        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--dump-dom',
+         f'--user-data-dir={tmp_path}/profile', '--window-size=1400,1000',
+         '--virtual-time-budget=5000', f'file://{tmp_path}/page.html'],
+        capture_output=True, text=True, timeout=120)
+    seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', done.stdout)[1]))
+    assert seen['problems'] == [] and seen['injected'] == 0
+    assert seen['left'].startswith('step 0') and f'{nasty}, val toy: 6' in seen['left']
+    assert 'other, train: 3.5 (3 to 4)' in seen['right']
+    assert '2: 0.0%, unused at the end' in seen['share'] and '1: 50.0%' in seen['share']
+    assert seen['unused'].strip() == 'unused: 2'
+    assert seen['far'].startswith(f'training FLOPs {6 * 1500 * 64 * 2999 / 1e9:.4g}B\n')
+    assert not seen['positive'].startswith('training FLOPs 0')

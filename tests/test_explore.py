@@ -1,0 +1,261 @@
+"""tools/explore.py: the page's numbers against the model, hostile text, the page in a browser."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from plumbing.checkpoint import load_checkpoint
+from plumbing.tokenizer import load_tokenizer
+from tools import explore
+from train import load_bin
+
+HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
+           '\u200b\u202e\ufeff é &amp; @DATA@ \\ end')
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+
+
+@pytest.fixture(scope='module')
+def trained(run, data_dir, tmp_path_factory):
+    """A run of one step: trained('moep', '--top_k=1') -> its folder."""
+    def trained(config, *args):
+        folder = tmp_path_factory.mktemp('explore') / config
+        run('train.py', f'config/{config}.py', f'--data_dir={data_dir}', f'--out_dir={folder}',
+            '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0', *args,
+            here=True)
+        return folder
+    return trained
+
+
+@pytest.fixture(scope='module')
+def moep_run(trained):
+    return trained('moep')
+
+
+def page_data(path):
+    """The JSON of a page, which nothing in it may end early."""
+    script = r'<script id="data" type="application/json">(.*?)</script>'
+    blob, = re.findall(script, path.read_text(), re.DOTALL)
+    assert '<' not in blob
+    return json.loads(blob)
+
+
+def unpack(layer, i):
+    """{choice: percent} of token i."""
+    length = 2 * layer['width']
+    values = [ord(letter) - 35 for letter in layer['gates'][i * length:(i + 1) * length]]
+    return {c: percent for c, percent in zip(values[::2], values[1::2]) if c < layer['choices']}
+
+
+def check_numbers(folder, data, ids, places, start=0):
+    """Gates and losses of some tokens, each read in a window that ends with it."""
+    model, _ = load_checkpoint(folder)
+    T = model.config.block_size
+    for i in places:
+        first = i // T * T
+        with torch.no_grad():
+            routes = explore.look(model, torch.tensor([ids[first:i + 1]]))
+        assert len(routes) == len(data['layers']) > 0
+        for layer in data['layers']:
+            gate = 100 * routes[layer['name']][-1]
+            percents = unpack(layer, start + i)
+            assert list(percents.values()) == sorted(percents.values(), reverse=True)
+            for choice, percent in enumerate(gate.tolist()):
+                assert abs(percents.get(choice, 0) - percent) < 0.51
+        if i:
+            first = (i - 1) // T * T
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[first:i]]))[0][0, -1]
+            nats = -logits.log_softmax(-1)[ids[i]].item()
+            assert data['loss'][start + i] == pytest.approx(nats, abs=6e-4)
+    assert data['loss'][start] is None
+
+
+# ---- What a choice means ------------------------------------------------------------------------
+
+def test_mutual_information():
+    assert explore.mutual_information([0, 0, 1, 1], [5, 5, 7, 7]) == pytest.approx(1)
+    assert explore.mutual_information(list('aabb'), [0, 1, 0, 1]) == 0
+    assert explore.mutual_information([1, 1, 1], [0, 1, 2]) == 0
+    # p(a, 0) = 1/2, p(b, 0) = p(b, 1) = 1/4: 1/2 log(4/3) + 1/4 log(2/3) + 1/4 log 2
+    bits = explore.mutual_information(list('aabb'), [0, 0, 0, 1])
+    assert bits == pytest.approx(0.3112781, abs=1e-7)
+    rng = np.random.default_rng(0)
+    classes, choices = rng.integers(6, size=5000), rng.integers(8, size=5000)
+    bits, chance = explore.beside_chance(classes, choices)
+    assert 0 < bits < 0.02 and abs(bits - chance) < 0.005
+    bits, chance = explore.beside_chance(classes, classes)
+    assert bits > 2.5 and 0 < chance < 0.02
+
+
+@pytest.mark.parametrize('text, before, kind', [
+    ('.', 'a', 'punctuation'), (' "', 'a', 'punctuation'), ('12', 'a', 'digits'),
+    (' 7', '.', 'digits'), (' the', 'a', 'function word'), ('The', '', 'function word'),
+    ('the', 'clo', 'word continued'), ("'s", 'Tom', 'function word'),
+    (' castle', 'a', 'word start'), ('Tom', '"', 'word start'), ('ing', ' go', 'word continued'),
+    ('\n', '.', 'space, end'), ('', '.', 'space, end'), (' ', 'a', 'space, end')])
+def test_token_class(text, before, kind):
+    assert explore.token_class(text, before) == kind and kind in explore.CLASSES
+
+
+def test_layer_by_hand():
+    """Two choices, nine tokens: one is there five times and goes to choice 0 for three quarters."""
+    gate = np.array([[1, 0], [1, 0], [1, 0], [0.5, 0.5], [0.25, 0.75], [0, 1], [0, 1], [0, 1],
+                     [0, 0]])
+    ids = np.array([7, 7, 7, 7, 7, 8, 8, 8, 9])
+    classes = np.array(['digits'] * 5 + ['punctuation'] * 4)
+    layer = explore.describe_layer(gate, ids, classes, np.array(['a'] * 6 + ['b'] * 3))
+    assert layer['served'] == [[[7, 5, 0.75, [0, 1, 2]]], [[7, 5, 0.25, [4, 3, 0]]]]
+    assert layer['load'] == pytest.approx([3.75 / 9, 4.25 / 9])
+    assert layer['chosen'] == pytest.approx([5 / 9, 5 / 9])
+    assert layer['heaviest'] == pytest.approx([4 / 9, 4 / 9])            # the last token takes none
+    assert layer['gate_bits'] == pytest.approx((1 + 0.8112781) / 9)
+    heat = {(i // 7, name): row for i, (name, *row) in enumerate(layer['heat'])}
+    assert heat[0, 'a'] == [6, [4, 2]] and heat[1, 'b'] == [3, [0, 2]]
+    assert heat[0, 'digits'] == [5, [4, 1]] and heat[0, 'punctuation'] == [1, [0, 1]]
+
+
+# ---- The page -----------------------------------------------------------------------------------
+
+def test_numbers_are_the_models(run, moep_run, data_dir):
+    done = run('tools.explore', moep_run, here=True)
+    assert f'{moep_run}/explore.html' in done.stdout
+    data, = page_data(moep_run / 'explore.html')
+    ids = load_bin(data_dir / 'toy_stories', 'val')[:2000].tolist()
+    assert data['ids'] == ids and len(data['loss']) == 2000 and data['sets'] == ['toy_stories']
+    assert data['studied'] == 0
+    check_numbers(moep_run, data, ids, (0, 1, 5, 63, 64, 65, 130, 1999))
+    for layer in data['layers']:
+        assert sum(layer['load']) == pytest.approx(1) and sum(layer['chosen']) == pytest.approx(2)
+        assert [total for _, total, _ in layer['heat']][0] == 2000
+        for listed in layer['served']:
+            assert all(ids[at] == token for token, _, _, places in listed for at in places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config, args, layers', [
+    ('moduleformer', [], ['blocks.0.att', 'blocks.0.ffd']),
+    ('papaformer', ['--connection=gumbel1', '--hard=False'], ['parallel.0']),
+    ('selfmoe', ['--n_expert=3', '--top_k=2'], ['blocks.0']),
+    ('selfmoe', ['--gate=matrix'], ['gate.1', 'gate.2'])])
+def test_other_models(run, trained, data_dir, config, args, layers):
+    folder = trained(config, *args)
+    run('tools.explore', folder, '--tokens=300', here=True)
+    data, = page_data(folder / 'explore.html')
+    assert [layer['name'] for layer in data['layers']][:len(layers)] == layers
+    sets = data['sets']
+    assert len(data['loss']) == 300
+    each = 300 // len(sets)
+    for n, name in enumerate(sets):
+        ids = load_bin(data_dir / name, 'val')[:each].tolist()
+        assert data['ids'][n * each:(n + 1) * each] == ids
+        check_numbers(folder, data, ids, (0, 1, 100, each - 1), n * each)
+
+
+@pytest.mark.slow
+def test_without_routes_and_in_bytes(run, trained, data_dir):
+    folder = trained('stlm_bytes')
+    done = run('tools.explore', folder, '--prompt=déjà vu', f'--out={folder}/a.html', here=True)
+    assert 'has no routers' in done.stdout
+    data, = page_data(folder / 'a.html')
+    assert data['layers'] == [] and 'has no routers' in data['notes'][0]
+    shown = data['ids'][:len(data['loss'])]
+    assert bytes(i for i in shown if i < 256).decode() == 'déjà vu'
+    assert data['texts'][str(0xc3)] == '\\xc3'
+    for n, (i, nats) in enumerate(zip(shown, data['loss'])):
+        assert (nats is None) == (i == 258 or n == 0)
+
+
+def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
+    """A long one is read in windows, the last of one token; the statistics are those of the set."""
+    text = tmp_path / 'text.txt'
+    text.write_text('The dogs near the tree are happy. ' * 40)
+    args = [moep_run, '--tokens=321', f'--text={text}', f'--out={tmp_path}/a.html']
+    printed = run('tools.explore', *args, here=True).stdout
+    assert ': 321 tokens; the statistics are of toy_stories\n' in printed
+    run('tools.explore', moep_run, '--tokens=321', f'--out={tmp_path}/b.html', here=True)
+    (data,), (plain,) = page_data(tmp_path / 'a.html'), page_data(tmp_path / 'b.html')
+    tokenizer = load_tokenizer(data_dir / 'toy_stories')
+    ids = [tokenizer.eot, *tokenizer.encode(text.read_text())][:321]
+    assert data['ids'] == ids + plain['ids']
+    assert len(data['loss']) == 321 and data['studied'] == 321
+    check_numbers(moep_run, data, ids, (0, 1, 64, 320))
+    for a, b in zip(data['layers'], plain['layers']):
+        assert a['gates'] != b['gates']
+        assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
+
+
+def test_two_runs(run, moep_run, trained, tmp_path):
+    other = trained('moep', '--top_k=1', '--n_block=2')
+    args = ['--prompt=Hello there', f'--out={tmp_path}/a.html']
+    done = run('tools.explore', moep_run, other, *args, here=True)
+    one, two = page_data(tmp_path / 'a.html')
+    assert [one['name'], two['name']] == [str(moep_run), str(other)]
+    assert one['ids'] == two['ids'] and str(other) in done.stdout
+    assert {layer['choices'] for layer in two['layers']} == {2, 4}
+
+
+def test_hostile_text(run, moep_run, tmp_path):
+    out = tmp_path / 'a.html'
+    run('tools.explore', moep_run, f'--prompt={HOSTILE}', f'--out={out}', here=True)
+    data, = page_data(out)
+    assert load_tokenizer(moep_run).decode(data['ids'][1:len(data['loss'])]) == HOSTILE
+    page = out.read_text()
+    assert page.count('<script') == 2 and page.count('</script>') == 2
+
+
+def test_a_run_that_has_lost_its_data(run, data_dir, trained, tmp_path):
+    data = shutil.copytree(data_dir, tmp_path / 'data')
+    folder = trained('moep', f'--data_dir={data}')
+    shutil.rmtree(data)
+    assert 'or give a --text' in run('tools.explore', folder, code=2).stderr
+    done = run('tools.explore', folder, '--prompt=The dogs', here=True)
+    page, = page_data(folder / 'explore.html')
+    assert 'of this text alone' in done.stdout
+    assert page['studied'] == 0 and page['layers'][0]['heat'][0][1] == len(page['loss'])
+
+
+# ---- In a browser -------------------------------------------------------------------------------
+
+def browse(page, profile):
+    """What the page wrote into the attributes of its body when it used itself."""
+    done = subprocess.run(
+        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', f'--user-data-dir={profile}',
+         '--enable-logging=stderr', '--virtual-time-budget=3000', '--dump-dom',
+         f'file://{page}#test'], capture_output=True, text=True, timeout=300)
+    body = re.search(r'<body([^>]*)>', done.stdout).group(1)
+    values = re.findall(r'data-(\w+)="(.*?)"', body, re.DOTALL)
+    seen = {key: html.unescape(value) for key, value in values}
+    assert 'error' not in seen and 'CONSOLE' not in done.stderr
+    return types.SimpleNamespace(**seen)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason='there is no browser')
+def test_in_a_browser(run, moep_run, tmp_path):
+    page = tmp_path / 'a.html'
+    run('tools.explore', moep_run, f'--out={page}', here=True)
+    seen = browse(page, tmp_path / 'profile')
+    data, = page_data(page)
+    names = [layer['name'] for layer in data['layers']]
+    assert seen.layers == f'{names[0]} {names[1]}' and seen.focus == '2'
+    assert f"loss {data['loss'][3]:.3f} nats" in seen.hover
+    for layer in data['layers']:
+        assert layer['name'] in seen.hover
+        assert all(f'{c}:{percent}' in seen.hover for c, percent in unpack(layer, 3).items())
+    assert seen.colour.startswith('rgba') and seen.numbers == 'text numbers' and seen.closed == ''
+    token, count, share, _ = data['layers'][0]['served'][0][0]
+    assert f'{names[0]}, choice 0' in seen.served
+    assert f'{100 * share:.0f}%\t{count}' in seen.served
+
+    run('tools.explore', moep_run, moep_run, f'--prompt={HOSTILE}', f'--out={page}', here=True)
+    seen = browse(page, tmp_path / 'profile')
+    plain, _, _ = HOSTILE.partition('\x00')
+    assert seen.text.startswith(f'<|endoftext|>{plain}[U+0000][U+001B]')
+    assert seen.text.endswith('@DATA@ \\ end') and '\u202e' not in seen.text
