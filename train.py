@@ -493,7 +493,7 @@ def main():
         return machine.close()
     if s.memory or data.T > model.config.block_size:
         if context_limit(model.eval()):
-            raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, leave out '
+            raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, set no '
                             'memory, or take a model such as moduleformer')
         model.train()
     if s.max_iters == 0:                                 # the surgery alone

@@ -138,7 +138,7 @@ def test_half_a_checkpoint(run, home):
     assert 'out/run/ckpt.pt cannot be read' in one_line(run(*RESUME, cwd=home, code=2), 'train.py')
 
 
-@pytest.mark.parametrize('content', [dict(model={}, model_args={}), [1, 2], torch.zeros(3)], ids=str)
+@pytest.mark.parametrize('content', [dict(model={}), [1, 2], torch.zeros(3)], ids=str)
 def test_a_foreign_checkpoint(run, home, content):
     torch.save(content, home / 'out/run/ckpt.pt')
     assert 'out/run/ckpt.pt ' in one_line(run(*SAMPLE, cwd=home, code=2), 'sample.py')

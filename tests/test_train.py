@@ -616,7 +616,7 @@ def killed_in_step(n):
     (MOEP, dict(optimizer='muon')),
     (STLM, dict(dropout_schedule='triangle')),
     (PAPAFORMER, dict(connection='gumbel1', aux_weights=dict(entropy=0.01, load=0.01))),
-    (MOEP, dict(data={'toy_math': (0.0, 0.01), 'toy_lingo': (0.0, 0.01, 1.5)}, batch_size=40)),
+    (MOEP, dict(data={'toy_math': (0.0, 0.002), 'toy_lingo': (0.0, 0.01, 1.5)}, batch_size=16)),
 ], ids=['accumulated', 'stream', 'muon', 'dropout', 'gumbel', 'epochs'])
 def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     """Killed before the first save and after a later one, with lines in the log that come again."""
