@@ -171,6 +171,8 @@ class MoE(nn.Module):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.config.n_expert, self.config.sparse)
+        if self.config.swiglu:          # quadratic in x: without a norm, the stream explodes
+            x_ND = F.layer_norm(x_ND, x.shape[-1:])
         h_RF = rows.spread(x_ND)                                # x_ND[token]
         if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
@@ -250,17 +252,14 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """As in GPT-2, but shrink and grow replace the residual stream, so experts keep its size:
-        1/sqrt(fan-in). A SwiGLU expert scales small embeddings up to 1, and back."""
-        embedding = 0.02 * math.sqrt(2)                  # std of token plus position embedding
+        """As in GPT-2, but the linear experts of shrink and grow replace the residual stream and
+        keep its size: 1/sqrt(fan-in)."""
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
-            if name in ('shrink.fc', 'grow.fc'):
-                std = 1 / (embedding * math.sqrt(p.size(1)))
-            elif name in ('shrink.down', 'grow.down'):   # 0.6: std of silu(a) * b if a, b have 1
-                std = (embedding / 0.6 if self.config.swiglu else 1.0) / math.sqrt(p.size(1))
+            if name in ('shrink.down', 'grow.down'):
+                std = 0.02 if self.config.swiglu else 1 / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
             if name.endswith('bias'):

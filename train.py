@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plumbing.checkpoint import build_model, find_surgery, read_checkpoint
+from plumbing.checkpoint import build_model, context_limit, find_surgery, read_checkpoint
 from plumbing.cli import UserError, human, new_file, reading, run_main
 from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.muon import Muon, split_groups
@@ -491,6 +491,11 @@ def main():
     show_plan(model, data, it, last_step, s, machine)
     if s.max_iters == 0 and not s.surgery:
         return machine.close()
+    if s.memory or data.T > model.config.block_size:
+        if context_limit(model.eval()):
+            raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, leave out '
+                            'memory, or take a model such as moduleformer')
+        model.train()
     if s.max_iters == 0:                                 # the surgery alone
         last_step = 0
 
@@ -640,7 +645,7 @@ def open_log(out, ckpt, s):
         for old in out.glob('ckpt*.pt'):                 # there are some only with --overwrite
             old.unlink()
     log = open(out / 'log.jsonl', 'a', encoding='utf-8')
-    log.truncate(ckpt['log_bytes'] if ckpt else 0)
+    log.truncate(min(ckpt['log_bytes'], log.tell()) if ckpt else 0)
     log.seek(0, os.SEEK_END)
     return log
 

@@ -4,7 +4,7 @@ without training.
 
 To choose another threshold:
 
-    python -m tools.prune_curve out/moduleformer_math
+    python -m papers.prune_curve out/moduleformer_math
 """
 model = 'moduleformer'
 init_from = 'out/moduleformer_math'

@@ -1,6 +1,6 @@
 """The Super Tiny baseline on toy math, with ten pauses between question and solution (section 5.4).
 
-    python -m tools.exact_answer out/stlm_pause                       # how many answers are right
+    python -m papers.exact_answer out/stlm_pause                       # how many answers are right
 
 Without pauses, on windows of as much text:
 

@@ -20,10 +20,12 @@ def read_checkpoint(path):
     file = path if path.suffix == '.pt' else path / 'ckpt.pt'
     if not file.is_file():
         runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
-        hint = f"there are {', '.join(runs)}" if runs else 'python train.py config/moep.py makes one'
+        hint = f"there are {', '.join(runs)}" if runs else 'make one with train.py'
         raise UserError(f'there is no checkpoint {file}; {hint}')
     with reading(file):
         ckpt = torch.load(file, map_location='cpu', weights_only=True)
+        if 'weights' not in ckpt:
+            raise UserError(f'{file} is not a checkpoint of train.py')
         return dict(ckpt, folder=str(file.parent))
 
 

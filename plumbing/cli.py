@@ -82,7 +82,8 @@ def fail(message):
 
 def is_out_of_memory(error):
     """Python's error, or one of torch's, which are RuntimeErrors."""
-    return isinstance(error, MemoryError) or bool(re.search('(out of|allocate) memory', str(error)))
+    words = re.search('(out of|allocate|enough) memory', str(error))
+    return isinstance(error, MemoryError) or bool(words)
 
 
 def human(n):

@@ -13,7 +13,7 @@ import runpy
 import sys
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +98,7 @@ def read_settings(argv, usage=''):
             out_dir = default_out_dir(arg)
     module = import_model(str(values.get('model', Settings.model)))
     if 'help' in values or 'h' in values:
-        print_help(usage, values, Settings, module.Config)
+        print_help(usage, values, Settings, *filter(is_dataclass, module.Config.__mro__))
         sys.exit(0)
     kinds = typing.get_type_hints(Settings) | typing.get_type_hints(module.Config)
     for key, value in values.items():
@@ -118,9 +118,9 @@ def read_config(path):
     """{name: value} of the assignments in a config file."""
     if not Path(path).is_file():
         configs = [p.as_posix() for p in Path('config').glob('**/*.py')]
-        near = difflib.get_close_matches(f'config/{path}', configs, 1)
-        hint = f'; did you mean {near[0]}?' if near else ''
-        raise UserError(f'there is no config file {path}{hint}')
+        near = difflib.get_close_matches(f'config/{path}', configs, 1, 0.7)
+        hint = f'did you mean {near[0]}?' if near else 'a setting is written --key=value'
+        raise UserError(f'there is no config file {path}; {hint}')
     try:
         names = runpy.run_path(str(path))
     except SyntaxError as error:

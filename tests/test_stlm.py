@@ -1,11 +1,10 @@
-"""stlm.py against a slow oracle from LLaMA's definitions and section 5.2, one position at a time; its
-probabilities, its streams of chunks from text to bits per byte, and its generation."""
+"""stlm.py against a slow version from LLaMA's definitions and section 5.2, one position at a time;
+its probabilities, its streams of chunks from text to bits per byte, and its dropout schedule."""
 
 import itertools
 import math
 import random
 from collections import Counter
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,25 +13,25 @@ import torch.nn.functional as F
 
 import plumbing.tokenizer as tokenizers
 import stlm
-from plumbing.data import as_tensor, score_batches, val_batches
+from oracles import attention, compare, rms, swiglu, tokens
+from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
+from train import as_tensor, score_batches, val_batches
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=8,
-             dropout=0.0)
-BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2, byte_head=2)
+SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
+             ffn_hidden=8, dropout=0.0)
+BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2,
+             byte_head=2)
 SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
           dict(share='all', lora_rank=3, n_kv_head=4), dict(share='ffn', share_group=2),
           dict(share='all', share_group=2, lora_rank=2)]  # of three layers: groups of two and one
 DECODERS = ['causal', 'parallel']
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
-    """A small model whose gains, adapters and positions matter. With byte_limit or decoder: byte-level."""
+    """A small model whose gains, adapters and positions matter. With byte_limit or decoder:
+    byte-level."""
     torch.manual_seed(seed)
     byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
     model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
@@ -41,10 +40,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
             joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
             p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
-
-
-def tokens(B=2, T=6, seed=1):
-    return torch.randint(0, SMALL['vocab_size'], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 def stream(B, T, V=9, limit=3, seed=1):
@@ -60,10 +55,6 @@ def stream(B, T, V=9, limit=3, seed=1):
             row += chunk + [V - 1] * (limit + 1 - len(chunk))
         rows.append(row[:T])
     return torch.tensor(rows)
-
-
-def inputs(model, T=6, B=2, seed=1):
-    return stream(B, T, seed=seed) if model.config.byte_limit else tokens(B, T, seed)
 
 
 def without_padding(y, V):
@@ -82,59 +73,21 @@ def whole(symbols, V, limit):
     return True
 
 
-# ---- The slow oracle -----------------------------------------------------------------------------
+# ---- The slow version ----------------------------------------------------------------------------
 
 
-def rms(x, gain):
-    return x / torch.sqrt((x * x).sum() / len(x) + 1e-6) * gain
-
-
-def turn(x, t):
-    """Rotary positions for one head's vector at position t: one 2 x 2 rotation for each pair (i, i + d/2)."""
-    half, out = len(x) // 2, [None] * len(x)
-    for i in range(half):
-        angle = t * 10000.0 ** (-2 * i / len(x))
-        cos, sin = math.cos(angle), math.sin(angle)
-        out[i] = cos * x[i] - sin * x[i + half]
-        out[i + half] = sin * x[i] + cos * x[i + half]
-    return torch.stack(out)
-
-
-def attention(x, qkv, proj, H, G, reads, rotary):
-    """Over normed vectors; H / G query heads share a key and value head; place t reads `reads(t)`."""
-    d = len(proj) // H
-    wq, wk, wv = qkv.split((H * d, G * d, G * d))
-    place = turn if rotary else lambda v, t: v
-    q = [[place((wq @ v)[h * d:(h + 1) * d], t) for h in range(H)] for t, v in enumerate(x)]
-    k = [[place((wk @ v)[g * d:(g + 1) * d], t) for g in range(G)] for t, v in enumerate(x)]
-    out = []
-    for t in range(len(x)):
-        heads = []
-        for h in range(H):
-            g = h // (H // G)
-            weight = torch.exp(torch.stack([q[t][h] @ k[s][g] for s in reads(t)]) / math.sqrt(d))
-            weight = weight / weight.sum()
-            heads.append(sum(w * (wv @ x[s])[g * d:(g + 1) * d] for w, s in zip(weight, reads(t))))
-        out.append(proj @ torch.cat(heads))
-    return out
-
-
-def swiglu(x, fc, down):
-    gate, up = (fc @ x).chunk(2)
-    return down @ (gate / (1 + torch.exp(-gate)) * up)
-
-
-def transformer(x, layers, norm_f, H, G, reads, rotary):
+def transformer(x, layers, norm_f, H, G, **places):
     """Pre-norm blocks and the final norm. Layer: (norm, qkv, proj, norm, fc, down)."""
     for norm_1, qkv, proj, norm_2, fc, down in layers:
-        added = attention([rms(v, norm_1) for v in x], qkv, proj, H, G, reads, rotary)
-        x = [v + u for v, u in zip(x, added)]
+        heads = attention([rms(v, norm_1) for v in x], qkv, H, G, **places)
+        x = [v + proj @ u for v, u in zip(x, heads)]
         x = [v + swiglu(rms(v, norm_2), fc, down) for v in x]
     return [rms(v, norm_f) for v in x]
 
 
 def core(model, x):
-    """All layers, written out: layer i has its group's matrix plus its own low-rank product, if any."""
+    """All layers, written out: layer i has its group's matrix plus its own low-rank product, if
+    any."""
     c = model.config
     layers = []
     group = -1
@@ -149,16 +102,16 @@ def core(model, x):
                 maps[name] = maps[name] + own.up.weight @ own.down.weight
         qkv, proj, fc, down = maps.values()
         layers.append((a.norm.weight, qkv, proj, model.norm[one].weight, fc, down))
-    return transformer(x, layers, model.norm_f.weight, c.n_head, c.n_kv_head, lambda t: range(t + 1), True)
+    return transformer(x, layers, model.norm_f.weight, c.n_head, c.n_kv_head)
 
 
 def small(part, x, reads):
-    """The byte encoder or decoder over the slots of one chunk."""
+    """The byte encoder or decoder over the slots of one chunk: no rotary positions."""
     layers = [(a.norm.weight, a.qkv.weight, a.proj.weight, n.weight, f.fc.weight, f.down.weight)
               for a, n, f in zip(part.attention, part.norm, part.ffn)]
     H = part.config.n_head
     x = [v + p for v, p in zip(x, part.position)]
-    return transformer(x, layers, part.norm_f.weight, H, H, reads, False)
+    return transformer(x, layers, part.norm_f.weight, H, H, positions=[0] * len(x), reads=reads)
 
 
 def oracle(model, idx):
@@ -196,14 +149,13 @@ def oracle(model, idx):
 
 
 @pytest.mark.parametrize('changes, T', [
-    (SHARES[3], 5), (SHARES[4], 5), (SHARES[5], 5), (SHARES[6], 5), slow(dict(SHARES[6], n_layer=4), 5),
+    (SHARES[0], 5), (SHARES[3], 5), (SHARES[4], 5), (SHARES[5], 5), (SHARES[6], 5),
     (dict(decoder='causal'), 10), (dict(decoder='parallel'), 10), (dict(decoder='causal'), 2),
-    *[slow(share, 5) for share in SHARES[:3]], slow(dict(decoder='parallel'), 2),
-    slow(dict(decoder='causal'), 12), slow(dict(decoder='parallel'), 12),
-    (dict(decoder='causal', vocab_size=303), 10),        # more symbols than bytes
+    (dict(decoder='parallel'), 12), (dict(decoder='causal', vocab_size=303), 10),
     (dict(SHARES[6], decoder='causal', n_layer=3, byte_limit=1, byte_layer=1), 6)], ids=str)
 def test_oracle(changes, T):
-    """Logits, loss and every gradient. Bytes end at a chunk's end, inside the third, inside the first."""
+    """Logits, loss and every gradient. Bytes end inside the first chunk, inside the third, at its
+    end."""
     model = make(**changes)
     c = model.config
     text = stream(2, T + 1, c.vocab_size, c.byte_limit) if c.byte_limit else tokens(2, T + 1)
@@ -211,27 +163,18 @@ def test_oracle(changes, T):
     if c.byte_limit:
         y = without_padding(y, c.vocab_size)
     logits = oracle(model, x)
-    kept = y.flatten() >= 0
-    loss = F.cross_entropy(logits.flatten(0, 1)[kept], y.flatten()[kept])
-    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    fast, none, aux = model(x)
-    assert none is None and aux == {} and fast.shape == (2, T, c.vocab_size)
-    assert torch.equal(fast.isinf(), logits.isinf()) and torch.allclose(fast, logits, rtol=0, atol=1e-9)
-    none, fast_loss, aux = model(x, y)
-    assert none is None and aux == {} and abs(fast_loss - loss) < 1e-9
-    fast_loss.backward()
-    for (name, p), g in zip(model.named_parameters(), grads, strict=True):
-        if T >= c.byte_limit + 1:                        # nothing here is out of reach
-            assert g.abs().max() > 1e-7, name
-        got, want = (torch.zeros_like(p) if v is None else v for v in (p.grad, g))
-        assert torch.allclose(got, want, rtol=0, atol=1e-9), name        # none: nothing whole to encode
+    assert torch.equal(model(x)[0].isinf(), logits.isinf())
+    grads = compare(model, x, y, logits, {}, {}, atol=1e-9)
+    if T > c.byte_limit:                                 # else there is no whole chunk to encode
+        assert all(grad.abs().max() > 1e-7 for grad in grads.values())
 
 
 # ---- Counts --------------------------------------------------------------------------------------
 
 
 def test_sizes_of_the_paper():
-    """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95% in 5.2."""
+    """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95%
+    in 5.2."""
     with torch.device('meta'):
         total, active = STLM(STLMConfig()).count_params()
         model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
@@ -246,7 +189,7 @@ def test_sizes_of_the_paper():
 
 @pytest.mark.parametrize('changes', [{}, *SHARES[1:]], ids=str)
 def test_params_by_hand(changes):
-    """A shared tensor stands in the state dict once, and is counted once; it is active in every layer."""
+    """A shared tensor is counted once; it is active in every layer."""
     D, d, H, G, hidden, N = 16, 4, 4, changes.get('n_kv_head', 2), 8, 3
     block = D + D * (H + 2 * G) * d + D * D + D          # norms and attention
     ffn = D * 2 * hidden + hidden * D
@@ -258,12 +201,9 @@ def test_params_by_hand(changes):
     total = one + (groups if share == 'all' else N) * block + (groups if share else N) * ffn
     model = make(**changes)
     assert model.count_params() == (total, one + N * (block + ffn))
-    keys = 2 + (groups if share == 'all' else N) * 4 + (groups if share else N) * 2
-    keys += N * 2 * (4 if share == 'all' else 2) if r else 0
     state = model.state_dict()
-    assert len(state) == keys == len({t.untyped_storage().data_ptr() for t in state.values()})
     assert state.keys() == dict(model.named_parameters()).keys()         # no buffers
-    assert sum(t.numel() for t in state.values()) == total
+    assert sum(tensor.numel() for tensor in state.values()) == total     # none twice
 
 
 def test_initialisation():
@@ -279,7 +219,8 @@ def test_initialisation():
             std = p.size(-1) ** -0.5 if narrow else 0.02
             if ('.proj.' in name or '.down.' in name) and 'adapters' not in name:
                 std /= math.sqrt(2 * (2 if narrow else 4))
-            joints = {'ends.pool.weight': 0.02 / 128 ** 0.5, 'ends.spread.weight': 1 / math.sqrt(128 * 256)}
+            joints = {'ends.pool.weight': 0.02 / math.sqrt(128),
+                      'ends.spread.weight': 1 / math.sqrt(128 * 256)}
             std = joints.get(name, std)
             assert abs(p.std() / std - 1) < (0.2 if p.numel() < 2000 else 0.05), name
     plain = STLM(STLMConfig(**SMALL, share='all'))       # adapters start as nothing
@@ -293,48 +234,56 @@ def test_initialisation():
 
 @pytest.mark.parametrize('decoder', DECODERS)
 def test_probabilities_of_all_chunks_sum_to_one(decoder):
-    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs, after one chunk or two."""
+    """[eot], [b, eoc] and [b, b', eoc] over three bytes: 13 chunks, 169 pairs, after one chunk or
+    two."""
     model = make(decoder=decoder, vocab_size=6, byte_limit=2, block_size=12, scale=0.5)
-    chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3)), *([b, b2, 3] for b in range(3) for b2 in range(3))]
+    chunks = [[4, 5, 5], *([b, 3, 5] for b in range(3))]
+    chunks += [[a, b, 3] for a in range(3) for b in range(3)]
     for context in ([1, 3, 5], [4, 5, 5, 2, 0, 3]):
         for n in (1, 2):
-            rows = torch.tensor([context + sum(more, []) for more in itertools.product(chunks, repeat=n)])
+            rows = torch.tensor([context + sum(more, [])
+                                 for more in itertools.product(chunks, repeat=n)])
             x, y = rows[:, :-1], without_padding(rows[:, 1:], 6)
             y[:, :len(context) - 1] = -1
             prob = (-model(x, y, reduction='none')[1].sum(1)).exp()
             assert len(prob) == 13 ** n and (prob > 0).all() and abs(prob.sum() - 1) < 1e-12
             assert prob.max() > 2 * prob.min()
-            assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12         # at each position
+            assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12      # at each position
 
 
 @pytest.mark.parametrize('decoder', DECODERS)
 def test_no_leak(decoder):
-    """logits[t] predicts symbol t + 1: it may depend on symbols 0..t, and never on what it predicts."""
+    """logits[t] predicts symbol t + 1: it may depend on symbols 0..t, never on what it predicts."""
     model, x, L = make(decoder=decoder).eval(), stream(3, 16, seed=5), 4
-    full = model(x)[0].softmax(-1)
+    full, states = model(x)[0].softmax(-1), model.features(x)[0]
     for p in range(16):
-        for row in range(3):
-            if x[row, p] >= 6:
-                continue
-            changed = x.clone()
-            changed[row, p] = (changed[row, p] + 1) % 6
-            difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[row]
-            assert difference[:p].sum() < 1e-12
-            end = (p // L + 1) * L - 1                   # from here on the core has read the whole chunk
-            assert (difference[[t for t in range(end, 16) if (t + 1) % L != L - 1]] > 1e-9).all()
-            if decoder == 'causal':                      # up to the last slot, which can only be end-of-chunk
-                assert (difference[p:end][:L - 2 - p % L] > 1e-9).all()
-            else:
-                assert (difference[p:end] < 1e-12).all()
+        prefix = x[:, :p + 1]
+        assert torch.allclose(model(prefix)[0].softmax(-1), full[:, :p + 1], rtol=0, atol=1e-12)
+        assert torch.allclose(model.features(prefix)[0], states[:, :p + 1], rtol=0, atol=1e-12)
+        changed = torch.where(x < 6, (x + 1) % 6, x).where(torch.arange(16) == p, x)
+        difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[x[:, p] < 6]
+        assert difference[:, :p].sum() < 1e-12
+        end = (p // L + 1) * L - 1                       # from here on the core has read the chunk
+        later = [t for t in range(end, 16) if (t + 1) % L != L - 1]    # not the last slot, always $
+        assert (difference[:, later] > 1e-9).all()
+        if decoder == 'causal':
+            assert (difference[:, p:end][:, :L - 2 - p % L] > 1e-9).all()
+        else:
+            assert (difference[:, p:end] < 1e-12).all()
+    for t in range(1, 16):                               # a chunk's symbols have one state
+        assert torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % L != 0)
+    with pytest.raises((AssertionError, ValueError), match='cache'):
+        model(x[:, :4], cache=[])
 
 
 def test_padding_is_never_read():
-    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays finite."""
+    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays
+    finite."""
     model = make(decoder='causal').eval()
     x = torch.tensor([[0, 6, 8, 8, 1, 2, 6, 8, 7, 8, 8, 8]])
     with torch.no_grad():
         first = model(x)[0][:, [3, 4, 7, 8, 11]]         # the places that predict bytes
-        model.wte.weight[8] += 5                         # also the head's row, which has no probability
+        model.wte.weight[8] += 5                     # also the head's row, which has no probability
         assert torch.allclose(model(x)[0][:, [3, 4, 7, 8, 11]], first, rtol=0, atol=1e-12)
         nothing = torch.full((1, 16), 8)
         assert not model(nothing)[0].isnan().any()
@@ -346,28 +295,30 @@ def test_padding_is_never_read():
 def texts():
     """Random UTF-8 of all planes, and the cases that break tokenizers."""
     dice = random.Random(3)
-    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff), (0x1f600, 0x1f64f),
-              (0, 0x20)]
+    planes = [(0, 127), (0, 127), (128, 0x7ff), (0x800, 0xd7ff), (0xe000, 0xffff),
+              (0x1f600, 0x1f64f), (0, 0x20)]
 
     def letter():
         return chr(dice.randint(*dice.choice(planes)))
-    rows = [''.join(letter() for _ in range(dice.randint(1, 40))) for _ in range(60)]
+    rows = [''.join(letter() for _ in range(dice.randint(1, 40))) for _ in range(20)]
     return rows + ['', '\0', '\0\0a\0', 'x' * 300, 'ab' * 99 + '👩‍👩‍👧‍👦' * 20,
                    '\r\n \t\x0b\x1b\x7f\x85', ' ' * 77, '<|endoftext|>', 'é']
 
 
 def bases():
+    """Tokenizers whose tokens become chunks: single bytes, and words far longer than a chunk."""
     words = Counter(w for text in texts() for w in tokenizers.PATTERN.findall(text))
-    vocabulary = tokenizers.train_bpe({word: 2 * n for word, n in words.items()}, 700)
+    vocabulary = train_bpe({word: 2 * n for word, n in words.items()}, 400)
     bpe = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
-    assert max(map(len, bpe.token_bytes)) > 24           # far over every limit here
+    assert max(map(len, bpe.token_bytes)) > 12
     return [tokenizers.choose_tokenizer('bytes'), bpe]
 
 
-@pytest.mark.parametrize('limit', [1, slow(3), 12])
+@pytest.mark.parametrize('limit', [1, 12])
 def test_nothing_is_lost(limit):
     """Text -> symbols -> text; the symbols are whole chunks; the model gives each a probability."""
-    model = make(dtype=torch.float32, byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1)).eval()
+    shape = dict(byte_limit=limit, vocab_size=259, block_size=4 * (limit + 1))
+    model = make(dtype=torch.float32, **shape).eval()
     for base in bases():
         tokenizer = tokenizers.chunk_tokenizer(base, limit)
         L = limit + 1
@@ -381,12 +332,13 @@ def test_nothing_is_lost(limit):
         bin_ = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
         targets, starts = [], []
         for x, y in val_batches(bin_, 4 * L, 64, 258):
-            assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()     # windows begin where chunks do
+            # windows begin where chunks do
+            assert (x[:, 0] != 256).all() and (x[:, 0] != 258).all()
             targets += y[y >= 0].tolist()
             starts += x[:, 0].tolist()
-            if len(targets) < 5000:
+            if len(targets) < 1000:
                 assert model(x, y, reduction='none')[1].isfinite().all()
-        assert targets == [t for t in symbols[1:] if t != 258]           # once each, all but the first
+        assert targets == [t for t in symbols[1:] if t != 258]        # once each, all but the first
         assert starts == symbols[:-1:4 * L]
 
 
@@ -398,7 +350,8 @@ class Known(torch.nn.Module):
         self.log_prob = log_prob
 
     def forward(self, x, y, reduction):
-        nats = F.nll_loss(self.log_prob(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction=reduction)
+        log_prob = self.log_prob(x).flatten(0, 1)
+        nats = F.nll_loss(log_prob, y.flatten(), ignore_index=-1, reduction=reduction)
         return None, nats.view_as(y), {}
 
 
@@ -428,8 +381,8 @@ def test_bits_per_byte_of_a_uniform_model():
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs, as chunks
-    of two."""
+    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs,
+    as chunks of two."""
     dice = random.Random(0)
     four = ['aa', 'ab', 'ba', 'bb']
     docs = [''.join(dice.choice(four) for _ in range(dice.randint(0, 9))) for _ in range(12)]
@@ -437,7 +390,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     pairs = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
     pairs.encode = lambda text: [256 + four.index(text[i:i + 2]) for i in range(0, len(text), 2)]
 
-    def of_bytes(x):                                     # at even places: end, a or b; at odd ones: a or b
+    def of_bytes(x):                              # at even places: end, a or b; at odd ones: a or b
         out = torch.full((*x.shape, 257), -math.inf)
         for row, ids in zip(out, x.tolist()):
             for t in range(len(ids)):
@@ -454,7 +407,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
         out[..., pairs.eot] = math.log(1 / 8)
         return out
 
-    def of_chunks(x):                                    # windows are aligned: place t predicts slot t + 1
+    def of_chunks(x):                             # windows are aligned: place t predicts slot t + 1
         out = torch.full((*x.shape, 259), -math.inf)
         out[:, 2::3, 97:99] = math.log(7 / 16)
         out[:, 2::3, 257] = math.log(1 / 8)
@@ -474,87 +427,17 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
 # ---- Generation ----------------------------------------------------------------------------------
 
 
-def uncached(model, idx, n):
-    """The rule in plain words: read the whole window; when it is full, go on with its last half."""
-    limit = model.config.block_size
-    window = idx[:, -limit:]
-    for _ in range(n):
-        if window.size(1) > limit:
-            window = idx[:, -(limit // 2):]
-        new = model(window)[0][:, -1].argmax(-1, keepdim=True)
-        idx, window = torch.cat((idx, new), 1), torch.cat((window, new), 1)
-    return idx
-
-
-def uncached_chunks(model, idx, n):
-    """At most block_size // L - 1 whole chunks beside the one being written; then half of block_size // L."""
-    L, V = model.config.byte_limit + 1, model.config.vocab_size
-    most = model.config.block_size // L
-    first = max(0, idx.size(1) // L - (most - 1))
-    for _ in range(n):
-        now = idx.size(1) // L
-        if now - first > most - 1:
-            first = now - most // 2
-        new = model(idx[:, first * L:])[0][:, -1].argmax(-1)
-        ended = [V - 3 in row or V - 2 in row for row in idx[:, now * L:].tolist()]
-        idx = torch.cat((idx, new.masked_fill(torch.tensor(ended), V - 1)[:, None]), 1)
-    return idx
-
-
-@pytest.mark.parametrize('changes', [SHARES[0], SHARES[4]], ids=str)
-@pytest.mark.parametrize('start', [slow(1), slow(8), 13])
-def test_cached_generation_is_uncached(changes, start):
-    """Also far past the context length (8), and from prompts as long as it or longer."""
-    model, x = make(2, **changes, block_size=8, scale=0.5).eval(), tokens(2, start)
-    out = model.generate(x, 30, temperature=0)
-    assert torch.equal(out, uncached(model, x, 30)) and torch.equal(out[:, :start], x)
-    assert len(set(out[:, start:].flatten().tolist())) > 5               # not one token for ever
-
-
-@pytest.mark.parametrize('decoder, chunks', [('causal', 4), slow('causal', 5), ('parallel', 2)])
-@pytest.mark.parametrize('start', [1, slow(4), slow(10), slow(16), slow(19), 37])
-def test_cached_chunks_are_uncached(decoder, chunks, start):
-    """Prompts inside the first chunk, at a chunk's end, inside one, longer than the context; far past it."""
-    model = make(4, decoder=decoder, block_size=4 * chunks, scale=0.6).eval()
-    x = stream(4, start, seed=start + 3)
-    with torch.no_grad():
-        model.wte.weight[6] += 0.3 * model.wte.weight[0]                 # so that chunks end
-    n = 4 * 8 - start % 4
-    out = model.generate(x, n, temperature=0)
-    assert torch.equal(out, uncached_chunks(model, x, n)) and torch.equal(out[:, :start], x)
-    assert all(whole(row, 9, 3) for row in out.tolist())                 # what has ended is padded
-    lengths = {tuple((out[:, i:i + 4] != 8).sum(1).tolist()) for i in range(0, out.size(1), 4)}
-    assert any(len(set(rows)) > 1 for rows in lengths)                   # rows whose chunks differ in length
-    if start == 10:
-        assert torch.equal(out, torch.cat([model.generate(row[None], n, temperature=0) for row in x]))
-
-
-def test_sampling():
-    model, x = make(dtype=torch.float32).eval(), tokens(1, 4)
-    logits = model(x)[0][0, -1]
-    best = logits.topk(3).indices
-    torch.manual_seed(0)
-    drawn = model.generate(x.expand(4000, -1), 1, temperature=0.5, top_k=3)[:, -1]
-    want = (logits[best] / 0.5).softmax(-1)
-    assert torch.allclose(torch.stack([(drawn == i).float().mean() for i in best]), want, atol=0.03)
-    assert torch.equal(model.generate(x, 8, top_k=1), model.generate(x, 8, temperature=0))
-    assert model.generate(x, 3, top_k=1000).shape == (1, 7)              # more than the vocabulary: all of it
-
-
-@pytest.mark.parametrize('decoder', ['causal', slow('parallel')])
+@pytest.mark.parametrize('decoder', DECODERS)
 def test_sampled_chunks_decode(decoder):
-    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not UTF-8."""
+    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not
+    UTF-8."""
     torch.manual_seed(0)
     model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
     tokenizer = tokenizers.chunk_tokenizer(tokenizers.choose_tokenizer('bytes'), 3)
-    for top_k in (None, 50, 1000):
+    for top_k in (None, 50):
         out = model.generate(torch.tensor([[257]] * 3), 4 * 20 - 1, top_k=top_k)
         assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
         assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
-    start = torch.tensor([[257, 258, 258, 258]])
-    want = (model(start)[0][0, -1] / 0.02).softmax(-1)
-    drawn = model.generate(start.expand(4000, -1), 1, temperature=0.02)[:, -1]
-    assert (torch.bincount(drawn, minlength=259) / 4000 - want).abs().max() < 0.03
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
@@ -578,7 +461,8 @@ def test_dropout_rate():
 
 
 def test_scheduled_attention():
-    """SDPA at p = 0, gradients too; else a share p of the weights is 0, the rest grow by 1 / (1 - p)."""
+    """SDPA at p = 0, gradients too; else a share p of the weights is 0, the rest grow by 1 / (1 -
+    p)."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8).double().requires_grad_() for heads in (4, 2, 2))
     dropout = stlm.Dropout(None).double()
@@ -587,7 +471,7 @@ def test_scheduled_attention():
     weigh = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad(y, (q, k, v), weigh) for y in (got, want))):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    identity = torch.eye(40).double().expand(2, 2, 40, 40)               # as values: weights come out
+    identity = torch.eye(40).double().expand(2, 2, 40, 40)             # as values: weights come out
     exact = stlm.attend_scheduled(q, k, identity, dropout)
     dropout.p.fill_(0.3)
     got = stlm.attend_scheduled(q, k, identity, dropout)
@@ -596,51 +480,34 @@ def test_scheduled_attention():
 
 
 @pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
-def test_dropout_places(changes, monkeypatch):
-    """On the embedding, attention and both branches of the core, also under a schedule."""
+def test_a_schedule_drops_where_a_constant_rate_does(changes):
+    """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
+    nowhere."""
     model = make(dropout=0.5, **changes)
-    N, x = model.config.n_layer, inputs(model, 8)
+    x = stream(2, 8) if model.config.byte_limit else tokens(2, 8)
     seen = []
-    kernel = F.scaled_dot_product_attention
-
-    def record(*args, dropout_p=0, **rest):
-        seen.append(dropout_p)
-        return kernel(*args, dropout_p=dropout_p, **rest)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
-    model.dropout.register_forward_hook(
-        lambda m, args, out: seen.append('same' if out is args[0] else 'drawn'))
-    around = [0] * model.config.byte_layer if model.config.byte_limit else []    # encoder, decoder: none
-    assert not torch.equal(model(x)[0], model(x)[0])
-    assert seen == 2 * (around + ['drawn'] + [0.5, 'drawn', 'drawn'] * N + around)
-    seen.clear()
-    model.eval()(x)
-    assert seen == around + ['same'] + [0, 'same', 'same'] * N + around
+    model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
+    exact = model.eval()(x)[0]
     model.train().set_dropout(0.5)
     seen.clear()
     assert not torch.equal(model(x)[0], model(x)[0])
-    assert seen == 2 * (around + ['drawn'] + ['drawn', 'drawn', 'drawn'] * N + around)
+    assert seen == 2 * [True] * (1 + 3 * model.config.n_layer)
     model.set_dropout(0.0)
-    exact = model(x)[0]
-    model.eval()
-    for p in (0.0, 0.5):
-        model.set_dropout(p)
-        seen.clear()
-        state = torch.get_rng_state()
-        assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)    # also: a rate of 0 in training
-        assert seen == around + ['same'] + [0, 'same', 'same'] * N + around
-        model.features(x), model.routes(x), model.generate(x, 3, temperature=0)
-        assert torch.equal(state, torch.get_rng_state())
-    seen.clear()
-    make(**changes)(x)
-    assert 0.5 not in seen
+    assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
+    model.eval().set_dropout(0.5)
+    state = torch.get_rng_state()
+    assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('changes', [dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
+@pytest.mark.parametrize('changes', [
+    dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
 def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model = make(dtype=torch.float32, dropout=0.1, **changes)
-    x, place = inputs(model, 16), model.dropout.p.data_ptr()             # where a captured graph would look
+    x = stream(2, 16) if model.config.byte_limit else tokens(2, 16)
+    place = model.dropout.p.data_ptr()                   # where a captured graph would look
     model.set_dropout(0.0)
     graphs = []
 
@@ -659,114 +526,13 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
             assert losses.std() > 1e-4
         assert model.dropout.p.data_ptr() == place
     assert len(graphs) == 1
-    called = {str(node.target) for node in graphs[0].graph.nodes}        # fullgraph alone lets .item() pass
+    # fullgraph alone lets .item() pass
+    called = {str(node.target) for node in graphs[0].graph.nodes}
     assert not called & {'item', 'tolist', '_local_scalar_dense'} and {'view', 'softmax'} <= called
 
 
-# ---- Protocol ------------------------------------------------------------------------------------
-
-
-MODELS = [SHARES[0], SHARES[4], dict(decoder='causal'), dict(decoder='parallel', share='ffn')]
-
-
-@pytest.mark.parametrize('changes', MODELS[:2], ids=str)
-def test_causal_and_cache_in_pieces(changes):
-    model, x = make(**changes).eval(), tokens(3, 16)
-    full = model(x)[0]
-    for t in (5, 15):
-        changed = x.clone()
-        changed[:, t] = (changed[:, t] + 1) % 37
-        difference = (model(changed)[0] - full).abs().amax((0, 2))
-        assert difference[:t].sum() < 1e-12 and (difference[t:] > 1e-6).all()
-    for scheduled in (False, True):
-        if scheduled:
-            model.train().set_dropout(0.0)
-        cache = []
-        pieces = [model(part, cache=cache)[0] for part in x.split([5, 1, 7, 3], dim=1)]
-        assert torch.allclose(full, torch.cat(pieces, 1), rtol=0, atol=1e-12)
-    assert len(cache) == 3 and cache[1][0].shape == (3, changes.get('n_kv_head', 2), 16, 4)
-    with pytest.raises(ValueError, match='block_size'):
-        model(x[:, :1], cache=cache)
-
-
-@pytest.mark.parametrize('changes', MODELS, ids=str)
-def test_batches_prefixes_features_and_round_trip(changes):
-    """Rows do not see each other, nor a prefix what comes; features are what the head or decoder reads."""
-    model = make(**changes).eval()
-    x = inputs(model, 16, 3)
-    full, (states, aux) = model(x)[0], model.features(x)
-    assert torch.allclose(full, torch.cat([model(row[None])[0] for row in x]), rtol=0, atol=1e-12)
-    assert states.shape == (3, 16, 16) and aux == {} and model.routes(x) == {}
-    for T in range(1, 16):
-        assert torch.allclose(model(x[:, :T])[0], full[:, :T], rtol=0, atol=1e-12)
-        assert torch.allclose(model.features(x[:, :T])[0], states[:, :T], rtol=0, atol=1e-12)
-    if model.config.byte_limit:
-        assert all(torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % 4 != 0) for t in range(1, 16))
-        for cache in ([], [(torch.zeros(3, 2, 1, 4),) * 2] * 2):
-            for call in (model, model.features):
-                with pytest.raises(ValueError, match='cache'):
-                    call(x[:, :4], cache=cache)
-    else:
-        assert torch.allclose(F.linear(states, model.wte.weight), full, rtol=0, atol=1e-12)
-    for call in (model, model.features):
-        with pytest.raises(ValueError, match='block_size'):
-            call(torch.cat((x, x[:, :1]), 1))
-    again = STLM(STLMConfig(**asdict(model.config))).double().eval()
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again(x)[0], full) and stlm.Config is STLMConfig and stlm.Model is STLM
-
-
-@pytest.mark.parametrize('changes', [{}, dict(decoder='causal')], ids=str)
-def test_reduction_and_ignored_targets(changes):
-    model = make(**changes)
-    x = inputs(model, 13)
-    x, y = x[:, :-1], x[:, 1:].clone()
-    y = without_padding(y, 9) if changes else y
-    y[:, ::5] = -1
-    each = model(x, y, reduction='none')[1]
-    want = -model(x)[0].log_softmax(-1).gather(2, y.clamp(min=0)[:, :, None])[:, :, 0]
-    assert each.shape == y.shape and torch.equal(each == 0, y < 0)
-    assert torch.allclose(each[y >= 0], want[y >= 0], rtol=0, atol=1e-12)
-    assert abs(model(x, y)[1] - each[y >= 0].mean()) < 1e-12
-
-
-@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # CPUs without bfloat16 say so, and go on
-@pytest.mark.parametrize('changes', MODELS, ids=str)
-def test_bfloat16_autocast(changes):
-    """Trains in bfloat16, but the residual streams stay in float32, in the core and inside chunks."""
-    model = make(dtype=torch.float32, dropout=0.1, **changes)
-    streams = []
-    x = inputs(model, 16)
-    y = x.roll(-1, 1).masked_fill(torch.arange(16) == 15, -1)
-    if model.config.byte_limit:
-        y = without_padding(y, 9)
-    exact = model.eval()(x, y)[1]
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]      # each reads the stream
-    for norm in norms:
-        norm.register_forward_pre_hook(lambda m, args: streams.append(args[0].dtype))
-    with torch.autocast('cpu', torch.bfloat16):
-        loss = model(x, y)[1]
-        assert 0 < abs(loss - exact) < 0.03 * exact and loss.dtype == torch.float32
-        model.train()(x, y)[1].backward()
-        model.set_dropout(0.1)
-        model(x, y)[1].backward()
-        model.eval().generate(x[:, :6], 20, top_k=3)
-    assert len(streams) >= 2 * len(norms) and {*streams} == {torch.float32}
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize('wrong', [
-    dict(vocab_size=0), dict(block_size=0), dict(n_layer=0), dict(n_head=0), dict(n_kv_head=0),
-    dict(n_embd=0), dict(ffn_hidden=0), dict(n_embd=18), dict(n_head=16, n_kv_head=4), dict(n_kv_head=3),
-    dict(n_kv_head=8), dict(share='norm'), dict(decoder='both'), dict(dropout=1.0), dict(dropout=-0.1),
-    dict(lora_rank=2), dict(share='ffn', lora_rank=-1), dict(share_group=2),
-    dict(share='all', share_group=-1), dict(byte_limit=-1), dict(byte_limit=4),
-    dict(byte_limit=15), dict(byte_limit=3, vocab_size=3), dict(byte_layer=0),
-    dict(byte_embd=10, byte_head=2), dict(byte_head=0), dict(byte_embd=0), dict(byte_limit=31)], ids=str)
+    dict(n_kv_head=3), dict(lora_rank=2), dict(BYTES, byte_limit=12)], ids=str)
 def test_config_errors(wrong):
-    STLMConfig(**SMALL)
-    STLMConfig(**{**SMALL, **BYTES})
-    with pytest.raises(ValueError):
+    with pytest.raises((AssertionError, ValueError)):
         STLMConfig(**{**SMALL, **wrong})
-    with pytest.raises(ValueError, match='must be a multiple of 13 .byte_limit . 1., more than 13'):
-        STLMConfig(**{**SMALL, **BYTES, 'byte_limit': 12})

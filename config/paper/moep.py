@@ -1,6 +1,12 @@
 """MoEP of the paper's Appendices A and B: 28M parameters, BabyLM strict-small, 10 x 10M words.
 
     python prepare.py babylm && python train.py config/paper/moep.py
+
+MoEP-SwiGLU, 38M parameters; the width of its experts is not given in the paper, this one gives its
+parameter count:
+
+    python train.py config/paper/moep.py --swiglu --expert_hidden=512 \\
+        --out_dir=out/paper/moep_swiglu
 """
 model = 'moep'
 data = 'babylm'

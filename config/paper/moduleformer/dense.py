@@ -1,4 +1,5 @@
-"""The dense baseline of small.py: a LLaMA with rotary positions and as many active parameters, 22.2M.
+"""The dense baseline of small.py: a LLaMA with rotary positions and as many active
+parameters, 22.2M.
 
     python prepare.py babylm && python train.py config/paper/moduleformer/dense.py
 """

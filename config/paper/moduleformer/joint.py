@@ -11,8 +11,8 @@ The other rows, each with an --out_dir of its own:
     ModuleFormer, fully tuned     --surgery=None --surgery_args={}
     dense                         --model=papaformer --init_from=out/paper/moduleformer/dense
         and, fully tuned          --surgery=None --surgery_args={}
-        or, LoRA                  --surgery=lora.add_lora
-                                  --surgery_args="dict(rank=32, alpha=64, dropout=0.0, also='wte|head')"
+        or, LoRA                  --surgery=tools.lora.add_lora --surgery_args=
+                                  "dict(rank=32, alpha=64, dropout=0.0, also='wte|head')"
 """
 model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'

@@ -13,8 +13,8 @@ The other rows, each with an --out_dir of its own:
     dense                         --aux_weights={} --model=papaformer
                                   --init_from=out/paper/moduleformer/dense
         and, fully tuned          --surgery=None --surgery_args={}
-        or, LoRA                  --surgery=lora.add_lora
-                                  --surgery_args="dict(rank=8, alpha=16, dropout=0.0)"    # and 32, 64
+        or, LoRA                  --surgery=tools.lora.add_lora
+                                  --surgery_args="dict(rank=8, alpha=16, dropout=0.0)"  # and 32, 64
 """
 model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'

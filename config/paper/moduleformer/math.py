@@ -4,7 +4,7 @@ After small.py:
 
     python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl
     python train.py config/paper/moduleformer/math.py
-    python -m tools.prune_curve out/paper/moduleformer/math
+    python -m papers.prune_curve out/paper/moduleformer/math
 
 Without the loss: --aux_weights={}. The paper's weight is 0.001.
 """

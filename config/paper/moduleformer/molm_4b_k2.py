@@ -4,7 +4,8 @@ parameters without allocating them:
 
     python train.py config/paper/moduleformer/molm_4b_k2.py --max_iters=0
 
-How to train it, on one GPU or on many, is in docs/scale.md."""
+MoLM-4B-K4 is --top_k=4 (668M active), MoLM-8B-K2 is --n_layer=48 (8.18B, 681M active). How to train
+them, on one GPU or on many, is in docs/scale.md."""
 model = 'moduleformer'
 data = 'pile'
 

@@ -1,6 +1,19 @@
-"""The baseline of Table 1: 55.9M parameters, Simple English Wikipedia.
+"""The baseline of Table 1: 55.9M parameters (the paper says 50M), Simple English Wikipedia.
 
     python prepare.py simplewiki && python train.py config/paper/stlm/baseline.py
+
+Section 5.1, weight sharing, each with an --out_dir of its own:
+
+    --share=ffn                     # one FFN for all layers, as in MobiLlama
+    --share=ffn --share_group=5     # one for each half of the layers
+    --share=ffn --lora_rank=16      # one for all, a low-rank adapter for each; the rank is ours
+    --share=all                     # one block for all layers, as in ALBERT
+
+Section 3's family, with the paper's steps. The sizes are ours: the paper gives none.
+
+    --epochs=1 --max_iters=25000 --gradient_accumulation_steps=20 --warmup_iters=5000
+        10M     --n_layer=6 --n_head=4 --n_kv_head=2 --n_embd=160 --ffn_hidden=432
+        100M    --n_layer=14 --n_head=20 --n_kv_head=5 --n_embd=640 --ffn_hidden=1920
 """
 model = 'stlm'
 data = 'simplewiki'
@@ -8,7 +21,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
+n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -2,6 +2,8 @@
 
     python prepare.py simplewiki --name simplewiki_chunks --chunks
     python train.py config/paper/stlm/bytes_causal.py
+
+--decoder=parallel decodes all bytes of a chunk at once, as we read the paper.
 """
 model = 'stlm'
 data = 'simplewiki_chunks'
@@ -14,7 +16,7 @@ byte_layer = 2
 byte_head = 4                   # ours
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
+n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -2,7 +2,7 @@
 
     python prepare.py simplewiki && python train.py config/paper/stlm/depth.py
     --n_layer=18        # as many FLOPs per token as the baseline
-    --capacity=1 --n_layer=6 --aux_weights='{}'    # a plain Transformer of about as many FLOPs as this
+    --capacity=1 --n_layer=6 --aux_weights={}    # plain, of about as many FLOPs as this
 """
 model = 'stlm_depth'
 data = 'simplewiki'
@@ -10,7 +10,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
+n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -1,7 +1,8 @@
-"""Section 5.3, early exit: the baseline with layer dropout and the loss at earlier exits (LayerSkip).
+"""Section 5.3, early exit: the baseline with layer dropout and the loss at earlier exits
+(LayerSkip).
 
     python prepare.py simplewiki && python train.py config/paper/stlm/exit.py
-    python -m tools.depth out/paper/stlm/exit      # the loss at each exit; drafts, and their speed
+    python -m papers.depth out/paper/stlm/exit      # the loss at each exit; drafts, and their speed
 """
 model = 'stlm_depth'
 data = 'simplewiki'
@@ -9,7 +10,7 @@ data = 'simplewiki'
 block_size = 512
 n_layer = 10
 n_head = 16
-n_kv_head = 4                   # not given in the paper; gives its count of 55.9M
+n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
 n_embd = 512
 ffn_hidden = 1536
 dropout = 0.1

@@ -1,9 +1,16 @@
-"""Section 5.4, the baseline of math_pauses.py and math_thoughts.py. All settings are ours: the paper
-has no experiment on it. The sizes are those of baseline_10m.py, with fewer tokens 2.4M parameters.
+"""Section 5.4: the baseline of pauses and thoughts. All settings are ours: the paper has no
+experiment on it. The sizes are those of the 10M model of baseline.py, with fewer tokens 2.4M
+parameters.
 
     python prepare.py openmath --name openmath_4096 --vocab_size 4096
     python train.py config/paper/stlm/math.py
-    python -m tools.exact_answer out/paper/stlm/math --max_new_tokens 256
+    python -m papers.exact_answer out/paper/stlm/math --max_new_tokens 256
+
+Ten pauses between question and solution; 544 tokens hold as much text as 512 without them:
+
+    python prepare.py openmath --name openmath_pauses --vocab_size 4096 --pauses 10
+    python train.py config/paper/stlm/math.py --data=openmath_pauses --block_size=544 \\
+        --out_dir=out/paper/stlm/math_pauses
 """
 model = 'stlm'
 data = 'openmath_4096'

@@ -1,9 +1,9 @@
-"""Section 5.4: next thoughts. The core reads and predicts sentences of up to 32 tokens; a longer one
-becomes several. 2.3M parameters, 5% fewer than math.py.
+"""Section 5.4: next thoughts. The core reads and predicts sentences of up to 32 tokens; a longer
+one becomes several. 2.3M parameters, 5% fewer than math.py.
 
     python prepare.py openmath --name openmath_thoughts --vocab_size 4096 --sentences
     python train.py config/paper/stlm/math_thoughts.py
-    python -m tools.exact_answer out/paper/stlm/math_thoughts --max_new_tokens 528     # 16 sentences
+    python -m papers.exact_answer out/paper/stlm/math_thoughts --max_new_tokens 528  # 16 sentences
 """
 model = 'stlm'
 data = 'openmath_thoughts'

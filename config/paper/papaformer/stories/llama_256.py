@@ -1,6 +1,18 @@
 """LLaMA_256 of Table 7, first phase: TinyStories only.
 
     python prepare.py tinystories && python train.py config/paper/papaformer/stories/llama_256.py
+
+LLaMA_192:
+
+    python train.py config/paper/papaformer/stories/llama_256.py --n_head=6 --n_embd=192 \\
+        --out_dir=out/paper/papaformer/stories/llama_192
+
+Second phase, TinyStories and math (the paper: 20% of OpenMathInstruct-1):
+
+    python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json
+    python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json
+    python train.py config/paper/papaformer/stories/llama_256.py \\
+        --data=tinystories_neox,openmath_neox --out_dir=out/paper/papaformer/stories_math/llama_256
 """
 model = 'papaformer'
 data = 'tinystories'            # GPT-2's tokenizer

@@ -1,6 +1,13 @@
 """Parallel_Share_Linear of Table 7, first phase: TinyStories only, from random weights.
 
     python prepare.py tinystories && python train.py config/paper/papaformer/stories/share.py
+
+Parallel_Gumb_MoE_1, and with gumbel2 Parallel_Gumb_MoE_2:
+
+    python train.py config/paper/papaformer/stories/share.py --connection=gumbel1 \\
+        --aux_weights="dict(entropy=0.01, load=0.01)" --out_dir=out/paper/papaformer/stories/gumbel1
+
+--aux_form=printed trains them with Eq. 8 and 9 as printed, which have the opposite sign.
 """
 model = 'papaformer'
 data = 'tinystories'            # GPT-2's tokenizer

@@ -4,9 +4,17 @@ other 40% of both data sets.
 After path_1.py and path_2.py:
 
     python train.py config/paper/papaformer/stories_math/share.py
+
+Parallel_Gumb_MoE_1, and with gumbel2 Parallel_Gumb_MoE_2:
+
+    python train.py config/paper/papaformer/stories_math/share.py \\
+        --surgery_args="dict(connection='gumbel1')" \\
+        --aux_weights="dict(entropy=0.01, load=0.01)" \\
+        --out_dir=out/paper/papaformer/stories_math/gumbel1
 """
 model = 'papaformer'
-data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}    # what the paths have not read
+# what the paths have not read
+data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}
 init_from = ['out/paper/papaformer/stories_math/path_1', 'out/paper/papaformer/stories_math/path_2']
 surgery = 'compose'
 surgery_args = dict(connection='share')

@@ -1,0 +1,298 @@
+"""
+The arena: which routing idea pays at equal cost? docs/arena.md has the rules and the tables.
+
+    python -m arena mine moep                               # race, and test one against the other
+    python -m arena mine --sweep learning_rate=2e-3,4e-3    # a short run for each value
+    python -m arena mine --track baby                       # BabyLM-style text: one GPU
+    python -m arena                                         # every entry
+    python -m arena --table                                 # run nothing
+
+arena/entries.py has the entries, and says how to add one. On toy, a new one first has to pass
+tools.check. train.py trains it with each seed, eval_blimp.py scores it, and arena_TRACK.jsonl in
+--results gets a row. What has its row is not run again. After a kill, the same command continues
+from the last checkpoint.
+"""
+
+import ast
+import difflib
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+
+from arena.entries import ENTRIES
+from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_sweep
+from plumbing.cli import Parser, UserError, between, run_main, write_json
+from plumbing.settings import ROOT, import_model, make_config, read_settings
+from prepare import make_missing_toys
+from tools.flops import training_flops
+
+RESULTS = ROOT / 'papers' / 'results'
+
+
+# ---- Entries ------------------------------------------------------------------------------------
+
+def find_entries(names, track):
+    """{name: its stages}; all keep the rules."""
+    entries = {}
+    for name in names or ENTRIES[track]:
+        if name not in ENTRIES[track]:
+            near = difflib.get_close_matches(name, ENTRIES[track], 1)
+            hint = f'; did you mean {near[0]}?' if near else ''
+            raise UserError(f'arena/entries.py has no {name} on the track {track}{hint}')
+        entry = ENTRIES[track][name]
+        entries[name] = entry if isinstance(entry, list) else [entry]
+        check_rules(name, entries[name], track)
+    return entries
+
+
+def check_rules(name, stages, track):
+    """What stages make, and the tokens of epochs, are only known after training."""
+    rules = TRACKS[track]
+    for stage in stages:
+        s, module, keys = read_settings(options(stage))
+        data = [s.data] if isinstance(s.data, str) else [*s.data]
+        if data != [rules['data']] or s.eval_data or s.eval_tokens:
+            raise UserError(f"{name}: the track {track} reads {rules['data']}, and is scored on it")
+    if len(stages) > 1:
+        return
+    with torch.device('meta'):
+        model = module.Model(make_config(module, dict(vocab_size=rules['vocab_size']) | keys))
+    total, active = model.count_params()
+    window = s.seq_len or model.config.block_size
+    costs = dict(parameters=total, flops_per_token=training_flops(model.config, active, window))
+    if s.max_iters:
+        costs['tokens'] = s.max_iters * s.batch_size * s.gradient_accumulation_steps * window
+    if window != rules['window'] or not classes(costs, track):
+        has, wanted = ({key: f'{numbers[key]:,.0f}' for key in ('window', *costs)}
+                       for numbers in (costs | dict(window=window), rules))
+        raise UserError(f'{name} has {has}; the track {track} has {wanted}, of which an entry may '
+                        'miss either parameters or flops_per_token')
+
+
+def options(stage, out=Path('out')):
+    """A stage's settings as train.py takes them. It may start from earlier stages, in `out`."""
+    start = stage.get('init_from')
+    if isinstance(start, int):
+        stage = stage | dict(init_from=stage_folder(out, start))
+    elif start:
+        stage = stage | dict(init_from=[stage_folder(out, n) for n in start])
+    return [f'--{key}={value}' for key, value in stage.items()]
+
+
+def stage_folder(out, n):
+    return (out / f'stage_{n}').as_posix()
+
+
+def identify(stages, swept=None):
+    """What an entry is, as its rows have it: its settings but the one that is swept, and a checksum
+    of its code."""
+    configs = [{key: value for key, value in stage.items() if key != swept} for stage in stages]
+    code = ''.join(read_code(stage['model']) for stage in stages)
+    return dict(configs=json.loads(json.dumps(configs)), checksum=zlib.crc32(code.encode()))
+
+
+def read_code(name):
+    """A model file and what it imports of ours, without docstrings, comments and empty lines."""
+    path = ROOT / f"{name.replace('.', '/')}.py"
+    if not path.is_file():
+        return ''
+    text = path.read_text(encoding='utf-8')
+    code = re.sub(r'(?m)^\s*"""[\s\S]*?"""|\s*#.*$', '', text)
+    imports = re.findall(r'(?m)^(?:from|import) ([\w.]+)', text)
+    return '\n'.join(filter(str.strip, code.split('\n'))) + ''.join(map(read_code, imports))
+
+
+def has_changed(row, identity):
+    """Whether an entry was another when this row was made. (Older rows have no checksum.)"""
+    return any(row.get(key, value) != value for key, value in identity.items())
+
+
+# ---- A run --------------------------------------------------------------------------------------
+
+def call(script, *args):
+    """A script of this project, or a tool (tools.NAME). If this process is told to stop, so is the
+    script: once, and then train.py saves. Ctrl-C would reach both, hence a session of its own."""
+    args = [*map(str, args)]
+    start = [ROOT / script] if script.endswith('.py') else ['-m', script]
+    print('$', shlex.join(['python', *map(str, [*start[:-1], script]), *args]), flush=True)
+    process = subprocess.Popen([sys.executable, *start, *args], start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        print('the arena stopped; the same command continues', flush=True)
+        raise
+    if code:
+        raise UserError(f'{script} ended with exit code {code}; its message is above')
+
+
+def make_row(name, seed, setting, stages, track):
+    """Train and score an entry. A sweep's run, which has a setting, is not scored on pairs."""
+    identity = identify(stages, swept=setting and setting.partition('=')[0])
+    out = Path('out/arena', track, f'sweeps/{name}_{setting}' if setting else f'{name}_{seed}')
+    begun = out / 'entry.json'
+    if any(out.rglob('ckpt.pt')) and has_changed(json.loads(begun.read_text()), identity):
+        raise UserError(f'{out} was begun with other settings or code: delete it, or rename {name}')
+    write_json(begun, identity)
+    folder, costs = train(stages, out, seed, setting)
+    if setting:
+        return dict(entry=name, seed=seed, setting=setting) | identity | costs
+    if not classes(costs, track):
+        print(f'{name} is in neither class, or not within the budget: it is in no table')
+    return dict(entry=name, seed=seed) | identity | costs | score_pairs(folder, track)
+
+
+def train(stages, out, seed, setting):
+    """Train the stages, or resume them -> the last one's folder, and what all cost."""
+    logs = []
+    for n, stage in enumerate(stages):
+        folder = stage_folder(out, n) if len(stages) > 1 else out.as_posix()
+        args = options(stage, out)
+        if setting:
+            args += [third_of_tokens(args, setting), f'--{setting}']
+        call('train.py', *args, f'--seed={seed}', f'--out_dir={folder}', '--sample_tokens=0',
+             '--resume')
+        logs.append(read_log(folder))
+    tokens = sum(log['tokens'] for log in logs)
+    return folder, logs[-1] | dict(
+        tokens=tokens,
+        minutes=sum(log['minutes'] for log in logs),
+        flops_per_token=sum(log['flops_per_token'] * log['tokens'] for log in logs) / tokens,
+        tokens_per_s=tokens / sum(log['tokens'] / log['tokens_per_s'] for log in logs),
+        commands=[command for log in logs for command in log['commands']])
+
+
+def third_of_tokens(args, setting):
+    """The option by which a run with this setting, even another batch size, reads a third."""
+    s, _, _ = read_settings(args)
+    swept, _, _ = read_settings([*args, f'--{setting}'])
+    if not s.max_iters:
+        return f'--epochs={s.epochs / 3}'
+    windows = s.max_iters * s.batch_size * s.gradient_accumulation_steps
+    return f'--max_iters={windows // (3 * swept.batch_size * swept.gradient_accumulation_steps)}'
+
+
+def read_log(folder):
+    """What a run cost, and how good it is."""
+    lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
+    run = next(line['run'] for line in lines if 'run' in line)
+    last = [line for line in lines if 'val' in line][-1]
+    scores, = last['val'].values()
+    config = import_model(run['settings']['model']).Config(**run['config'])
+    window = run['settings']['seq_len'] or config.block_size
+    return dict(
+        {key: run[key] for key in ('device', 'torch', 'parameters', 'active')},
+        flops_per_token=training_flops(config, run['active'], window),
+        tokens=run['steps'] * run['tokens_per_step'],
+        tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
+        minutes=last['seconds'] / 60,
+        loss=scores['loss'],
+        bits_per_byte=scores['bits_per_byte'],
+        commands=[f"python {run['command']}"])
+
+
+def score_pairs(folder, track):
+    """{mode: percent of the minimal pairs}"""
+    scores = {}
+    for mode in MODES:
+        pairs, file = Path('data', TRACKS[track]['pairs']), Path(folder, f'{mode}.json')
+        call('eval_blimp.py', folder, '--data', pairs, '--mode', mode, '--json', file)
+        scores[mode] = json.loads(file.read_text())['runs'][0]['overall']
+    return scores
+
+
+# ---- Races and sweeps ---------------------------------------------------------------------------
+
+def list_sweep(entries, sweep):
+    """learning_rate=1e-3,2e-3 -> learning_rate, and the runs (name, 1, setting)"""
+    key, _, values = sweep.partition('=')
+    runs = {}                                            # each once: 2e-3 and 0.002 are the same
+    for name, stages in entries.items():
+        for value in ast.parse(f'[{values}]', mode='eval').body.elts:    # dict(a=1, b=2) is one
+            s, _, keys = read_settings([*options(stages[-1]), f'--{key}={ast.unparse(value)}'])
+            runs[name, 1, f'{key}={(vars(s) | keys)[key]}'] = None
+    return key, list(runs)
+
+
+def need_data(track):
+    """Fail now rather than in every run."""
+    names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
+    make_missing_toys(names)
+    for name in names:
+        if not Path('data', name).exists():
+            raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
+
+
+def make_missing(entries, wanted, swept, path, track):
+    """Make the wanted runs (name, seed, setting) that have no row. One that fails does not stop the
+    other entries -> {name: why its row is missing or old}, and the runs that were missing."""
+    rows = read_runs(path, swept)
+    done = [(row['entry'], row['seed'], row.get('setting')) for row in rows]
+    missing = [run for run in wanted if run not in done]
+    identities = {name: identify(stages, swept) for name, stages in entries.items()}
+    changed = 'settings or code have changed since it ran: rename it, or delete its rows in'
+    failures = {row['entry']: f'{changed} {path}' for row in rows
+                if row['entry'] in entries and has_changed(row, identities[row['entry']])}
+    is_checked = {row['entry'] for row in rows}
+    if missing:
+        need_data(track)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for number, (name, seed, setting) in enumerate(missing, 1):
+        if name in failures:
+            continue
+        stages = entries[name]
+        print(f"\n==== {number} of {len(missing)}: {name}, {setting or f'seed {seed}'}", flush=True)
+        try:
+            if track == 'toy' and len(stages) == 1 and name not in is_checked:
+                call('tools.check', stages[0]['model'], *options(stages[0]))
+                is_checked.add(name)
+            row = make_row(name, seed, setting, stages, track)
+        except UserError as error:
+            failures[name] = error
+            continue
+        with open(path, 'a', encoding='utf-8') as file:
+            file.write(json.dumps(row) + '\n')
+    return failures, missing
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('entries', nargs='*', help='names in arena/entries.py; none: all of them')
+    parser.add_argument('--track', choices=TRACKS, default='toy', help='which race')
+    parser.add_argument('--seeds', type=between(1, 100), default=3, help='how many: 1, 2, ...')
+    parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a third of a run for each value')
+    parser.add_argument('--table', action='store_true', help='run nothing')
+    parser.add_argument('--results', type=Path, default=RESULTS, help='where the rows go')
+    args = parser.parse_args()
+    if args.table:
+        return show(args.track, args.results, args.entries)
+    entries = find_entries(args.entries, args.track)
+    if args.sweep:
+        path = args.results / f'arena_{args.track}_sweeps.jsonl'
+        key, wanted = list_sweep(entries, args.sweep)
+        failures, missing = make_missing(entries, wanted, key, path, args.track)
+        for name in entries:
+            show_sweep(name, key, path)
+    else:
+        path = args.results / f'arena_{args.track}.jsonl'
+        wanted = [(name, seed, None) for seed in range(1, args.seeds + 1) for name in entries]
+        failures, missing = make_missing(entries, wanted, None, path, args.track)
+        show(args.track, args.results, args.entries)
+        if missing and args.results == RESULTS:
+            call('papers/tables.py')                     # the tables of docs/arena.md
+    for name, reason in failures.items():
+        print(f'{name}: {reason}')
+    if unfinished := {name for name, _, _ in missing} & {*failures}:
+        raise UserError(f"not finished: {', '.join(sorted(unfinished))}; the reason is above")
+
+
+if __name__ == '__main__':
+    run_main(main)

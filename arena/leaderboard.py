@@ -1,0 +1,157 @@
+"""
+The arena's rules, and its tables from the rows that `python -m arena` adds.
+
+Two entries differ if the bits per byte of their seeds do, by Welch's t-test.
+"""
+
+import contextlib
+import json
+import math
+import statistics
+from pathlib import Path
+
+from plumbing.cli import reading
+
+TRACKS = dict(                           # FLOPs: of training; within: how far from either number
+    toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1926, window=64, tokens=0.5e6,
+             parameters=0.65e6, flops_per_token=3.75e6, within=0.1),
+    baby=dict(data='babylm', pairs='blimp', vocab_size=16384, window=512, tokens=150e6,
+              parameters=28e6, flops_per_token=180e6, within=0.05))
+CLASSES = dict(parameters='Equal parameters', flops_per_token='Equal FLOPs per token')
+DENSE = ('dense', 'dense_muon', 'gpt2')  # the best of these is the dense entry of a class
+MODES = ('harness', 'babylm2025')        # of eval_blimp.py
+IN_TERMINAL = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `harness`',
+               'against the dense entry')                # these columns of a table
+SURE = 0.01                              # a difference counts if p is less
+
+
+def classes(costs, track):
+    """The classes of a model or a run: one, both or none. A run must also have read the track's
+    tokens, give or take a tenth, since babylm may be prepared with another tokenizer."""
+    rules = TRACKS[track]
+    if abs(costs.get('tokens', rules['tokens']) / rules['tokens'] - 1) > 0.1:
+        return []
+    return [key for key in CLASSES if abs(costs[key] / rules[key] - 1) <= rules['within']]
+
+
+# ---- Rows ---------------------------------------------------------------------------------------
+
+def read_runs(path, swept=None):
+    """The rows of a .jsonl file, none if it is missing; of a sweep, those of one setting."""
+    with reading(path):
+        lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+        rows = [row for row in map(json.loads, lines) if 'entry' in row]
+        return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
+
+
+def read_results(track, results):
+    """{entry: {seed: row}}"""
+    entries = {}
+    for row in read_runs(Path(results, f'arena_{track}.jsonl')):
+        entries.setdefault(row['entry'], {})[row['seed']] = row
+    return entries
+
+
+# ---- Statistics ---------------------------------------------------------------------------------
+
+def welch(a, b):
+    """Welch's t-test -> p, two-sided: how often two equal entries would differ as much as these."""
+    gap = abs(statistics.mean(a) - statistics.mean(b))
+    x, y = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if x + y == 0:
+        return float(gap == 0)
+    t = gap / math.sqrt(x + y)
+    freedom = (x + y) ** 2 / (x ** 2 / (len(a) - 1) + y ** 2 / (len(b) - 1))
+    return student(t, freedom)
+
+
+def student(t, freedom, n=20_000):
+    """P(|T| > t). With T = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), up to
+    a factor; its integral from t's angle to pi/2, by the midpoint rule."""
+    start = math.atan(t / math.sqrt(freedom))
+    step = (math.pi / 2 - start) / n
+    area = step * sum(math.cos(start + (i + 0.5) * step) ** (freedom - 1) for i in range(n))
+    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    return 2 * factor / math.sqrt(math.pi) * area
+
+
+def spread(values, digits=1):
+    """Mean ± standard deviation over seeds"""
+    text = f'{statistics.mean(values):,.{digits}f}'
+    return f'{text} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else text
+
+
+def verdict(bits, other):
+    """Bits per byte against another entry's."""
+    if min(len(bits), len(other)) < 2:
+        return 'one seed: no test'
+    p = welch(bits, other)
+    word = 'better' if statistics.mean(bits) < statistics.mean(other) else 'worse'
+    return f"{word if p < SURE else 'open'}, p = {p:.3g}"    # with two digits, 0.00998 reads 0.01
+
+
+# ---- Tables -------------------------------------------------------------------------------------
+
+def table(track, key, results):
+    """The cells of a class: the header, then its entries, the best first. results: the folder of
+    arena_TRACK.jsonl."""
+    yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'tokens/s',
+           'minutes', 'val loss', 'bits per byte', 'pairs `harness`', 'pairs `babylm2025`',
+           'against the dense entry']
+    entries = {}
+    for name, seeds in read_results(track, results).items():
+        rows = list(seeds.values())
+        if key in classes(rows[0], track):
+            entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
+    best_first = sorted(entries, key=lambda name: statistics.mean(entries[name]['bits_per_byte']))
+    dense = next((name for name in best_first if name in DENSE), None)
+    for name in best_first:
+        scores = entries[name]
+        against = 'the dense entry' if dense else '-'
+        if dense and name != dense:
+            against = verdict(scores['bits_per_byte'], entries[dense]['bits_per_byte'])
+        yield [
+            name,
+            str(len(scores['seed'])),
+            f"{scores['parameters'][0] / 1e6:.2f}",
+            f"{scores['active'][0] / 1e6:.2f}",
+            f"{scores['flops_per_token'][0] / 1e6:.2f}",
+            spread(scores['tokens_per_s'], digits=0),
+            spread(scores['minutes']),
+            spread(scores['loss'], digits=3),
+            spread(scores['bits_per_byte'], digits=4),
+            spread(scores['harness']),
+            spread(scores['babylm2025']),
+            against]
+
+
+def show(track, results, named=()):
+    """Both tables, with a mark at the entries that were named. Two are compared with each other."""
+    for key, title in CLASSES.items():
+        header, *rows = table(track, key, results)
+        columns = [header.index(name) for name in IN_TERMINAL]
+        lines = []
+        for row in (header, *rows):
+            mark = '> ' if row[0] in named else '  '
+            lines.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        print(f'\n{title}')
+        for line in lines:
+            print('  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    entries = read_results(track, results)
+    if len(named) == 2 and entries.keys() >= {*named}:
+        a, b = ([row['bits_per_byte'] for row in entries[name].values()] for name in named)
+        print(f"\n{' against '.join(named)}: {spread(a, 4)} and {spread(b, 4)} bits per byte, "
+              f'{verdict(a, b)}')
+
+
+def show_sweep(name, key, path):
+    """The values that were tried, the best first."""
+    rows = [row for row in read_runs(path, key) if row['entry'] == name]
+    rows.sort(key=lambda row: row['loss'])
+    for row in rows:
+        print(f"{name:24} {row['setting']:24} val loss {row['loss']:.4f}")
+    with contextlib.suppress(ValueError):                # words have no order
+        values = [float(row['setting'].partition('=')[2]) for row in rows]
+        if len(values) > 1 and values[0] in (min(values), max(values)):
+            print(f'{name:24} the best is at the end of the range: try further')

@@ -1,0 +1,586 @@
+"""
+What turns an exercise green. Spoiler: a check often compares with the answer, as a slow loop.
+
+A check takes the exercise's module; its docstring says what it asks for. Where the answer differs,
+expect and expect_same raise AssertionError with what to look at.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+CHECKS, HINTS, PLACES = {}, {}, {}                       # by exercise, filled section by section
+
+
+def expect(is_right, hint):
+    if not is_right:
+        raise AssertionError(hint)
+
+
+def expect_same(answer, wanted, hint):
+    expect(torch.is_tensor(answer), f'the result is a {type(answer).__name__}, not a tensor')
+    expect(answer.shape == wanted.shape,
+           f'the result has the shape {tuple(answer.shape)}, not {tuple(wanted.shape)}')
+    expect(torch.allclose(answer.double(), wanted.double(), rtol=1e-4, atol=1e-5),
+           f'{numbers(answer)} should be {numbers(wanted)}: {hint}')
+
+
+def numbers(tensor):
+    """The last row of a tensor, rounded."""
+    while tensor.dim() > 1:
+        tensor = tensor[-1]
+    return [round(value, 3) for value in tensor.reshape(-1).tolist()]
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def gradient(f, *inputs):
+    """Of a scalar f(*inputs), by autograd: a tensor for each input."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = f(*inputs)
+    grads = torch.autograd.grad(y, inputs, allow_unused=True) if y.requires_grad else [None]
+    expect(all(grad is not None for grad in grads),
+           'no gradient flows back: look for detach, .item(), no_grad, argmax, one_hot')
+    return grads
+
+
+# ---- 1. Top-k gates -----------------------------------------------------------------------------
+
+
+def slow_gates(score_NE, k):
+    """One token after the other -> gates, choices"""
+    gates, choices = [], []
+    for score in score_NE:
+        best = sorted(range(len(score)), key=lambda i: -score[i].item())[:k]
+        total = sum(score[i].exp() for i in best)
+        gates.append(torch.stack([score[i].exp() / total for i in best]))
+        choices.append(torch.tensor(best))
+    return torch.stack(gates), torch.stack(choices)
+
+
+def best_are_chosen(ex):
+    """a token's choices are its K best, the best first"""
+    score = randn(3, 5)                                  # N = K: no keepdim is no crash
+    _, choice = ex.top_k_gates(score, 3)
+    expect_same(choice, slow_gates(score, 3)[1],
+                'the three best of the scores of a token, the best first')
+
+
+def gates_are_shares(ex):
+    """a token's gates sum to 1, and have the ratios of the probabilities: 4 to 3 in the example"""
+    prob = torch.tensor([[0.05, 0.05, 0.1, 0.8], [0.4, 0.3, 0.2, 0.1]])
+    expect_same(ex.top_k_gates(prob.log(), 2)[0], torch.tensor([[8 / 9, 1 / 9], [4 / 7, 3 / 7]]),
+                'one softmax over the scores of a token, then divided by the sum of its K '
+                '(with keepdim=True)')
+
+
+def gates_carry_gradient(ex):
+    """autograd finds the gradient of your gates"""
+    score, weight = randn(3, 4), randn(3, 2)
+    grad, = gradient(lambda x: (weight * ex.top_k_gates(x, 2)[0]).sum(), score)
+    wanted, = gradient(lambda x: (weight * slow_gates(x, 2)[0]).sum(), score)
+    expect_same(grad, wanted, 'is a part of the gates detached?')
+
+
+def formula_is_right(ex):
+    """score_gradient is what autograd finds, and 0 at the scores that were not chosen"""
+    for k in (2, 1):
+        score, g = randn(3, 4), randn(3, k)
+        wanted, = gradient(lambda x: (g * slow_gates(x, k)[0]).sum(), score)
+        expect_same(ex.score_gradient(*slow_gates(score, k), g, 4), wanted,
+                    f'at K = {k}. The column is the number of the choice. A higher score also '
+                    'lowers the other gates: that is the sum, over the K of one token')
+
+
+CHECKS['ex1_top_k'] = [best_are_chosen, gates_are_shares, gates_carry_gradient, formula_is_right]
+PLACES['ex1_top_k'] = 'moep.py, Router.forward'
+HINTS['ex1_top_k'] = """
+softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
+by sum(-1, keepdim=True).
+The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
+names, with scatter along dimension 1."""
+
+
+# ---- 2. Balance ---------------------------------------------------------------------------------
+
+
+def slow_switch(prob_NE, choice_NK):
+    (N, E), K = prob_NE.shape, choice_NK.size(1)
+    total = 0
+    for i in range(E):
+        f = choice_NK.flatten().tolist().count(i) / (N * K)
+        p = sum(prob_NE[n, i] for n in range(N)) / N
+        total = total + f * p
+    return E * total
+
+
+def switch_value(ex):
+    """switch_loss: 1.65 in the example; at K = 2 all picks count"""
+    prob = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4]])
+    for choice in (torch.tensor([[0], [0]]), torch.tensor([[0, 1], [0, 2]])):
+        expect_same(ex.switch_loss(prob, choice), slow_switch(prob, choice),
+                    'look at the sign, the factor E, and f, the share of all N*K picks')
+
+
+def switch_gradient(ex):
+    """switch_loss: the gradient flows through p, not through f"""
+    score = randn(6, 4)
+    choice = score.topk(2).indices
+    grad, = gradient(lambda x: ex.switch_loss(x.softmax(-1), choice), score)
+    wanted, = gradient(lambda x: slow_switch(x.softmax(-1), choice), score)
+    expect_same(grad, wanted, 'f is counted from the choices, p is the mean of the probabilities')
+
+
+def entropy_value(ex):
+    """entropy_loss is the entropy of p, up to its sign; a p_i of 0 does no harm"""
+    for p, wanted in (([[1.0, 0.0], [0.0, 1.0]], math.log(2)), ([[1.0, 0.0]], 0.0)):
+        expect_same(ex.entropy_loss(torch.tensor(p)).abs(), torch.tensor(wanted),
+                    f'of the tokens {p}. Take the mean over tokens first; mind 0 * log 0, and keep '
+                    'an epsilon small')
+    grad, = gradient(ex.entropy_loss, torch.tensor([[1.0, 0.0]]))
+    expect(grad.isfinite().all(), f'at p = (1, 0) the gradient is {numbers(grad)}: mind log 0')
+
+
+def expect_even_shares(loss_of):
+    """A router that prefers choice 0 of 4 descends on the loss: it must not collapse."""
+    score, bias = randn(64, 4), torch.tensor([1.5, 0, 0, 0], dtype=torch.float64)
+    for _ in range(100):
+        bias = bias - gradient(lambda b: loss_of((score + b).softmax(-1)), bias)[0]
+    shares = (score + bias).softmax(-1).mean(0)
+    expect(shares.max() < 0.5,
+           f'after 100 steps the mean probabilities are {numbers(shares)}: minimising your loss '
+           'collapses the router. Look at its sign')
+
+
+def switch_balances(ex):
+    """a router that minimises switch_loss uses all its choices"""
+    expect_even_shares(lambda prob: ex.switch_loss(prob, prob.topk(1).indices))
+
+
+def entropy_balances(ex):
+    """a router that minimises entropy_loss uses all its choices"""
+    expect_even_shares(ex.entropy_loss)
+
+
+CHECKS['ex2_balance'] = [switch_value, switch_gradient, switch_balances, entropy_value,
+                         entropy_balances]
+PLACES['ex2_balance'] = 'moep.py, Router.balance_loss'
+HINTS['ex2_balance'] = """
+To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
+divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
+The entropy is largest when all choices are used alike, and descent makes a loss small. With
+clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan."""
+
+
+# ---- 3. Dispatch --------------------------------------------------------------------------------
+
+
+def dense(x_ND, gate_NK, choice_NK, experts):
+    """All experts on all tokens, one token after the other."""
+    rows = []
+    for x, gate, choice in zip(x_ND, gate_NK, choice_NK.tolist()):
+        outputs = [expert(x[None])[0] for expert in experts]
+        rows.append(sum(g * outputs[e] for g, e in zip(gate, choice)))
+    return torch.stack(rows)
+
+
+def routed(N, K, E):
+    """-> random tokens of width 3, gates, choices, and experts"""
+    experts = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(E)]
+    choice = torch.rand(N, E).argsort(1)[:, :K]
+    return randn(N, 3), torch.rand(N, K, dtype=torch.float64), choice, experts
+
+
+def only_chosen_rows(ex):
+    """an expert is called at most once, with one row for each token that chose it"""
+    x, gate, choice, experts = routed(N=8, K=2, E=4)
+    calls = [[] for _ in experts]                        # the rows of each call
+
+    def counting(e):
+        def expert(rows):
+            calls[e].append(len(rows))
+            return experts[e](rows)
+        return expert
+    ex.dispatch(x, gate, choice, [counting(e) for e in range(4)])
+    for e, rows in enumerate(calls):
+        wanted = choice.flatten().tolist().count(e)
+        expect(sum(rows) == wanted and len(rows) <= 1,
+               f'{wanted} of the 8 tokens chose expert {e}, but it computes {sum(rows)} rows in '
+               f'{len(rows)} calls: make one matrix of their rows')
+
+
+def tokens_keep_places(ex):
+    """at K = 1, every token gets the output of its own expert times its gate"""
+    x, gate, choice, experts = routed(N=8, K=1, E=3)
+    ones = torch.ones_like(gate)
+    expect_same(ex.dispatch(x, ones, choice, experts), dense(x, ones, choice, experts),
+                'do all rows go back to the places of their tokens?')
+    expect_same(ex.dispatch(x, gate, choice, experts), dense(x, gate, choice, experts),
+                'multiply every output, not the input, by the gate of its own token')
+
+
+def outputs_add_up(ex):
+    """at K = 2 a token's two outputs are added, each with its own gate"""
+    experts = [lambda rows, e=e: rows * 10 ** e for e in range(3)]
+    x, choice = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[2, 0], [0, 1], [2, 1]])
+    y = ex.dispatch(x, torch.full((3, 2), 0.5), choice, experts)
+    expect_same(y, torch.tensor([[50.5], [11.0], [165.0]]),
+                'add all K rows to their token. y[index] = rows overwrites what another expert put '
+                'there; += with a repeated index keeps one row')
+    x, gate, choice, experts = routed(N=8, K=2, E=4)
+    expect_same(ex.dispatch(x, gate, choice, experts), dense(x, gate, choice, experts),
+                'which gate does each row take?')
+
+
+def idle_expert(ex):
+    """it also works if no token chose some expert"""
+    x, gate, _, experts = routed(N=8, K=2, E=3)
+    choice = torch.tensor([[0, 2]] * 8)
+    expect_same(ex.dispatch(x, gate, choice, experts), dense(x, gate, choice, experts),
+                'no token chose expert 1 of 3')
+
+
+def dense_gradients(ex):
+    """gradients of tokens, gates and experts are the dense ones"""
+    x, gate, choice, _ = routed(N=8, K=2, E=4)
+    w, weight = randn(4, 3, 3), randn(8, 3)
+
+    def gradients(dispatch):
+        def f(x, gate, w):
+            experts = [lambda rows, e=e: (rows @ w[e]).tanh() for e in range(4)]
+            return (weight * dispatch(x, gate, choice, experts)).sum()
+        return gradient(f, x, gate, w)
+    both = zip(gradients(ex.dispatch), gradients(dense))
+    for name, (grad, wanted) in zip(('tokens', 'gates', 'experts'), both):
+        expect_same(grad, wanted, f'the gradient of the {name}')
+
+
+CHECKS['ex3_dispatch'] = [only_chosen_rows, tokens_keep_places, outputs_add_up, idle_expert,
+                          dense_gradients]
+PLACES['ex3_dispatch'] = 'moep.py, Rows; moep.py, grouped_mm'
+HINTS['ex3_dispatch'] = """
+For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
+their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
+The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
+pair // K is a pair's token. Then one call can multiply all groups."""
+
+
+# ---- 4. Gumbel ----------------------------------------------------------------------------------
+
+
+def noise_is_gumbel(ex):
+    """gumbel_noise is -log(-log(u))"""
+    expect_same(ex.gumbel_noise(torch.tensor([0.1, 0.5, 0.9])),
+                torch.tensor([-0.83403, 0.36651, 2.25037]),
+                'there are two logarithms and two signs')
+
+
+def largest_sum_is_taken(ex):
+    """in training the weights are one-hot for the largest sum of logit and noise"""
+    logits, noise = randn(6, 4), randn(6, 4)
+    weights = ex.straight_through(logits, noise, 1.0, training=True)
+    expect_same(weights, F.one_hot((logits + noise).argmax(-1), 4),
+                'one-hot, for the largest sum; the soft weights are for backward alone')
+    expect(weights.dtype == logits.dtype, f'the weights are {weights.dtype}, unlike the logits')
+
+
+def choices_are_samples(ex):
+    """with your noise, each choice is taken as often as softmax(logits) says"""
+    prob = torch.tensor([0.5, 0.3, 0.2])
+    noise = ex.gumbel_noise(torch.rand(20000, 3).clamp(1e-6, 1 - 1e-6))
+    weights = ex.straight_through(prob.log().expand(20000, 3), noise, 1.0, training=True)
+    expect((weights.mean(0) - prob).abs().max() < 0.03,
+           f'the shares of the choices are {numbers(weights.mean(0))}, not [0.5, 0.3, 0.2]: '
+           'look at the noise, and at where it is added')
+
+
+def gradient_is_soft(ex):
+    """in training the gradient is that of the soft weights, at every temperature"""
+    logits, noise, w = randn(6, 4), randn(6, 4), randn(6, 4)
+    for t in (1.0, 0.5):
+        grad, = gradient(lambda x: (w * ex.straight_through(x, noise, t, True)).sum(), logits)
+        wanted, = gradient(lambda x: (w * ((x + noise) / t).softmax(-1)).sum(), logits)
+        expect_same(grad, wanted, f'that of softmax((logits + noise) / temperature), at {t}')
+
+
+def eval_repeats(ex):
+    """in eval mode there is no noise: one-hot for the largest logit"""
+    logits = randn(6, 4)
+    expect_same(ex.straight_through(logits, 5 * randn(6, 4), 1.0, training=False),
+                F.one_hot(logits.argmax(-1), 4), 'the noise is for training alone')
+
+
+CHECKS['ex4_gumbel'] = [noise_is_gumbel, largest_sum_is_taken, choices_are_samples,
+                        gradient_is_soft, eval_repeats]
+PLACES['ex4_gumbel'] = 'papaformer.py, Router.forward'
+HINTS['ex4_gumbel'] = """
+You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
+`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
+you want to have.
+F.one_hot(index, n) returns integers: convert them to the dtype of the logits."""
+
+
+# ---- 5. Stick-breaking --------------------------------------------------------------------------
+
+
+def slow_stick(z_TT):
+    """p (T, T), one query and one key after the other."""
+    rows = []
+    for t, z in enumerate(z_TT):
+        row = [torch.zeros_like(z[0])] * len(z)
+        left = torch.ones_like(z[0])
+        for i in range(t, -1, -1):
+            row[i] = left * z[i].sigmoid()
+            left = left * (1 - z[i].sigmoid())
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def later_keys_get_nothing(ex):
+    """a key after t gets nothing, and does not change what the others get"""
+    z = randn(5, 5)
+    before, after = [ex.log_stick_weights(x).exp() for x in (z, z + 3 * torch.ones(5, 5).triu(1))]
+    expect_same(before.triu(1), torch.zeros(5, 5), 'log p must be -inf where i > t')
+    expect_same(before, after, 'the future leaks into the sum. Set z to -inf before you add up')
+
+
+def stick_is_broken(ex):
+    """the weights that a loop over the keys finds: 1/8, 1/4, 1/2 in the example"""
+    for z in (torch.zeros(3, 3), 2 * randn(7, 7)):
+        expect_same(ex.log_stick_weights(z).exp(), slow_stick(z),
+                    '(exp of what you return.) Key i takes its share of what the keys after it, '
+                    'up to t, have left')
+
+
+def gradient_is_right(ex):
+    """the gradient of the weights, too"""
+    z, weight = randn(4, 4).tril(), randn(4, 4).tril()
+    grad, = gradient(lambda x: (weight * ex.log_stick_weights(x).exp()).sum(), z)
+    wanted, = gradient(lambda x: (weight * slow_stick(x)).sum(), z)
+    expect_same(grad, wanted, 'if the weights are right, is a part of them detached?')
+
+
+def nothing_underflows(ex):
+    """500 keys, or matches of 40 and -200: log p and its gradient are finite"""
+    expect_same(ex.log_stick_weights(torch.zeros(500, 500))[-1, 0],
+                torch.tensor(500 * math.log(0.5)),
+                'a product of 500 factors underflows. Add logarithms')
+    z = torch.tensor([[0.0, 0, 0], [0, 0, 0], [-200, 40, 40]])
+    expect_same(ex.log_stick_weights(z)[2], torch.tensor([-280.0, -40.0, 0.0]),
+                'in float32 1 - sigmoid(40) and sigmoid(-200) are 0. F.logsigmoid loses nothing')
+    grad, = gradient(lambda x: ex.log_stick_weights(x)[2].sum(), z)
+    expect(grad.isfinite().all(),
+           f'the gradient is {numbers(grad)}: some log is taken of 0, even if its value is then '
+           'replaced. F.logsigmoid loses nothing')
+
+
+def no_loop(ex):
+    """as many torch operations for 32 keys as for 8"""
+    def operations(T):
+        """Nodes of the graph that backward would walk."""
+        todo = [ex.log_stick_weights(torch.zeros(T, T, requires_grad=True)).grad_fn]
+        seen = set()
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.extend(parent for parent, _ in node.next_functions)
+        return len(seen)
+    few, many = operations(8), operations(32)
+    expect(many == few, f'{few} operations for 8 keys, {many} for 32: a loop over keys or queries '
+                        'is slow. cumsum adds up all of them at once')
+
+
+CHECKS['ex5_stick'] = [later_keys_get_nothing, stick_is_broken, gradient_is_right,
+                       nothing_underflows, no_loop]
+PLACES['ex5_stick'] = 'moduleformer.py, stick_weights'
+HINTS['ex5_stick'] = """
+Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
+0, so later keys take nothing and leave everything.
+The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
+simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum."""
+
+
+# ---- 6. Compose ---------------------------------------------------------------------------------
+
+
+def two_paths(ex):
+    """-> two paths (10 tokens, width 3, two blocks), and what compose makes of them"""
+    paths = [ex.Path(10, 3, n_layer=2) for _ in range(2)]
+    return paths, ex.compose(paths)
+
+
+def blocks_read_x(ex):
+    """ParallelLayer: all blocks read x; their outputs, side by side, go through the connection"""
+    layer, x = ex.ParallelLayer(2, 3, 5), torch.randn(1, 4, 3)
+    a, b = [block(x) for block in layer.blocks]
+    left, right = layer.connection.weight.split(3, 1)
+    expect_same(layer(x), a @ left.T + b @ right.T,
+                'connection(a and b side by side), for a and b that the blocks make of the same x')
+
+
+def tables_side_by_side(ex):
+    """a token's embeddings, and its rows in the heads, stand side by side in the paths' order"""
+    paths, model = two_paths(ex)
+    for name in ('wte', 'head'):
+        tables = [getattr(path, name).weight for path in paths]
+        expect_same(getattr(model, name).weight, torch.cat(tables, 1), f"the last token's {name}")
+
+
+def blocks_are_copies(ex):
+    """block p of layer i computes what block i of path p does"""
+    paths, model = two_paths(ex)
+    x = torch.randn(4, 3)
+    for i, layer in enumerate(model.layers):
+        for p, block in enumerate(layer.blocks):
+            expect_same(block(x), paths[p].blocks[i](x), f'layers[{i}].blocks[{p}]')
+
+
+def paths_stay(ex):
+    """changing the composed model leaves the paths alone"""
+    paths, model = two_paths(ex)
+    weights = [p for path in paths for p in path.parameters()]
+    before = [p.detach().clone() for p in weights]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    expect(all(map(torch.equal, before, weights)),
+           'a path changes when the composed model is trained: they share tensors. Copy the values')
+
+
+def everything_trains(ex):
+    """every parameter of the composed model gets a gradient, and no parameter of a path"""
+    paths, model = two_paths(ex)
+    model(torch.arange(10)[None]).square().sum().backward()
+    idle = [name for name, p in model.named_parameters() if p.grad is None]
+    expect(not idle, f'no gradient reaches {idle}: copy values into the parameters that are there')
+    expect(all(p.grad is None for path in paths for p in path.parameters()),
+           'gradients reach a path: copy the values alone')
+
+
+CHECKS['ex6_compose'] = [blocks_read_x, tables_side_by_side, blocks_are_copies, paths_stay,
+                         everything_trains]
+PLACES['ex6_compose'] = 'papaformer.py, compose; papaformer.py, Share'
+HINTS['ex6_compose'] = """
+torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
+block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
+parameter.copy_(values), under `with torch.no_grad():`."""
+
+
+# ---- 7. Gate ------------------------------------------------------------------------------------
+
+
+SIZES = dict(matrix=16, vector=4, scalar=1)              # weights of each kind, at a width of 4
+
+
+def starts_at_zero(ex):
+    """a gate has d * d, d or one weight, and returns 0 at first"""
+    h = torch.randn(2, 3, 4)
+    for kind, wanted in SIZES.items():
+        gate = ex.Gate(kind, 4)
+        size = sum(p.numel() for p in gate.parameters())
+        expect(size == wanted, f'a {kind} gate of width 4 has {size} parameters, not {wanted}: '
+                               'is it an nn.Parameter, and is there a bias?')
+        expect_same(gate(h), torch.zeros(2, 3, 4), f'the weights of a {kind} gate must start at 0')
+
+
+def gate_learns(ex):
+    """at first the gradient of a gate is not 0"""
+    block, h = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    for kind in SIZES:
+        gate = ex.Gate(kind, 4)
+        (torch.randn(2, 3, 4) * ex.gated_layer(block, gate, h)).sum().backward()
+        expect(all(p.grad is not None and p.grad.any() for p in gate.parameters()),
+               f'no gradient reaches a {kind} gate, so it stays at zero: '
+               'is it a product of two zeros, or detached?')
+
+
+def gate_computes(ex):
+    """a trained gate: a matrix mixes all channels, a vector and a scalar weight them"""
+    h = torch.randn(2, 3, 4)
+    for kind in SIZES:
+        gate = ex.Gate(kind, 4)
+        for p in gate.parameters():
+            nn.init.constant_(p, 0.5)
+        wanted = 0.5 * h
+        if kind == 'matrix':
+            wanted = wanted.sum(-1, keepdim=True).expand_as(h)
+        expect_same(gate(h), wanted, f'a {kind} gate with all weights 0.5')
+
+
+def gate_is_added(ex):
+    """gated_layer: the gate reads what the block reads, and is added to what the block returns"""
+    block, h = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    for factor in (0, 2):
+        expect_same(ex.gated_layer(block, lambda h: factor * h, h), block(h) + factor * h,
+                    f'block(h) + G(h), where G(h) is {factor} * h. Is h added twice?')
+
+
+def low_rank_learns(ex):
+    """low_rank: a @ b is 0 at first, and two steps of training move both factors"""
+    a, b = ex.low_rank(6, 2)
+    expect_same(a @ b, torch.zeros(6, 6), 'one factor must be zero at first')
+    before = a.detach().clone(), b.detach().clone()
+    for _ in range(2):
+        loss = (a @ b - torch.eye(6)).square().sum()
+        for p, grad in zip((a, b), torch.autograd.grad(loss, (a, b))):
+            p.data -= 0.1 * grad
+    expect(not before[0].equal(a) and not before[1].equal(b),
+           'training does not move a factor: if both are zero, so are both gradients. '
+           'Start one of them at random')
+
+
+CHECKS['ex7_gate'] = [starts_at_zero, gate_learns, gate_computes, gate_is_added, low_rank_learns]
+PLACES['ex7_gate'] = 'selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank'
+HINTS['ex7_gate'] = """
+nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
+matrix product: h @ weight.
+G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
+zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
+may be zero, the other must not be."""
+
+
+# ---- 8. Prune -----------------------------------------------------------------------------------
+
+
+def picks_are_counted(ex):
+    """count_usage: all K picks of a token count, padding does not, unused modules have a 0"""
+    choice = torch.tensor([[0, 1], [0, 3], [0, 1], [3, 0], [2, 0]])
+    for target, wanted in ((0, [5, 2, 1, 2, 0, 0]), (-1, [4, 2, 1, 1, 0, 0])):
+        expect_same(ex.count_usage(choice, torch.tensor([7, 2, 9, target, 4]), 6),
+                    torch.tensor(wanted),
+                    'count both picks of a token. A target of -1 is padding, 0 is a token')
+
+
+def expect_modules(ex, count, threshold, k, wanted, hint):
+    mark = torch.arange(len(count), dtype=torch.float32)         # row and matrix i are full of i
+    router, w = mark[:, None].repeat(1, 2), mark[:, None, None].repeat(1, 2, 3)
+    router, w = ex.prune(router, w, torch.tensor(count), threshold, k)
+    hint = f'the modules that stay, of counts {count} and a threshold of {threshold}. {hint}'
+    expect_same(w[:, 0, 0], torch.tensor(wanted), hint)
+    expect_same(router[:, 0], w[:, 0, 0], "the router's rows are not those of the matrices")
+
+
+def most_used_stay(ex):
+    """prune: a count is compared with the largest; what stays keeps its order"""
+    hint = 'Divide by the largest count, not by the sum; 0.5 is not below 0.5; keep the order'
+    expect_modules(ex, [5, 90, 1, 100, 80], 0.2, 1, [1, 3, 4], hint)
+    expect_modules(ex, [60, 30, 20], 0.5, 1, [0, 1], hint)
+
+
+def k_stay(ex):
+    """prune: the K most used stay, whatever the threshold"""
+    expect_modules(ex, [3, 100, 2, 4, 1], 0.9, 3, [0, 1, 3],
+                   'A token takes K = 3, so the three most used always stay, in their order')
+
+
+CHECKS['ex8_prune'] = [picks_are_counted, most_used_stay, k_stay]
+PLACES['ex8_prune'] = 'moduleformer.py, count_usage; moduleformer.py, prune_experts'
+HINTS['ex8_prune'] = """
+target_N >= 0 picks the tokens that count; torch.bincount(..., minlength=n_modules) counts.
+count_E.topk(k).indices are the modules that always stay: set their frequency to inf. The numbers of
+all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors."""

@@ -1,0 +1,165 @@
+"""
+What conditional depth costs and saves, for a run of stlm_depth.py.
+
+    python -m papers.depth out/stlm_depth   # mixture of depths: who passes, causal or looking ahead
+    python -m papers.depth out/stlm_exit    # early exit: the loss at each, drafts and their speed
+    python -m papers.depth out/stlm_exit --draft_layers 1 2 --n_draft 3 --json depth.json
+
+Losses are those of val.bin. A routed model is scored twice: with its forecast, as in generation,
+and with the true top of every window, as in training. The second looks ahead, so it is not a
+probability of text; the difference is what causality costs. Drafts are greedy and in float32, one
+prompt at a time: `kept` is the share of drafted tokens that end up in the text.
+"""
+
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from papers.common import open_run, run_parser, val_tokens
+from plumbing.checkpoint import data_folder
+from plumbing.cli import UserError, between, run_main, write_json
+from train import as_tensor, route_shares, score_batches, tokens_at, val_batches
+
+
+class LookingAhead(torch.nn.Module):
+    """The model with the choice of training: the true top of every window. Without dropout."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y, reduction):
+        routed = [module for module in self.model.modules() if hasattr(module, 'choose')]
+        for module in routed:
+            module.training = True
+        result = self.model(x, y, reduction=reduction)
+        for module in routed:
+            module.training = False
+        return result
+
+
+class Exit(torch.nn.Module):
+    """The model that ends after `n` layers."""
+
+    def __init__(self, model, n):
+        super().__init__()
+        self.model = model
+        self.n = n
+
+    def forward(self, x, y, reduction):
+        states, *_ = self.model.run(self.model.wte(x), range(self.n), 0)
+        logits = self.model.exit_logits(states[-1]).flatten(0, 1)
+        loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction=reduction)
+        return None, loss.view_as(y), {}
+
+
+@torch.no_grad()
+def decode(model, prompts, n_new, draft_layers, n_draft, machine):
+    """Greedy text of each prompt -> tokens (prompts, T), tokens per second, share of drafts kept"""
+    calls = Counter()                                    # of the first layer and the last
+    hooks = [layer.register_forward_hook(lambda layer, *_: calls.update([layer]))
+             for layer in (model.layers[0], model.layers[-1])]
+    texts = []
+    model.generate(prompts[:1], n_new, 0, None, draft_layers, n_draft)   # warms up
+    if machine.device.type != 'cpu':
+        torch.accelerator.synchronize()
+    calls.clear()
+    start = time.perf_counter()
+    for prompt in prompts.split(1):
+        texts.append(model.generate(prompt, n_new, 0, None, draft_layers, n_draft))
+    if machine.device.type != 'cpu':
+        torch.accelerator.synchronize()
+    took = time.perf_counter() - start
+    for hook in hooks:
+        hook.remove()
+    kept = None
+    if draft_layers:
+        # A round reads its drafts and one token more with the first layer, one at a time, and all
+        # of them at once with the last. It adds the drafts that are kept, and one token.
+        rounds = calls[model.layers[-1]]
+        drafted = calls[model.layers[0]] - rounds
+        kept = (len(prompts) * n_new - rounds) / max(1, drafted)
+    return torch.cat(texts), len(prompts) * n_new / took, kept
+
+
+def main():
+    parser = run_parser(__doc__)
+    parser.add_argument('--draft_layers', type=between(1, 1000), nargs='+',
+                        help='how many layers draft; every number of them if not given')
+    parser.add_argument('--n_draft', type=between(1, 100), default=4,
+                        help='tokens to draft at a time')
+    parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50, help='texts to continue')
+    parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100,
+                        help='length of each text')
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16, help='for the losses')
+    parser.add_argument('--eval_tokens', type=between(1, 10 ** 9),
+                        help='most val tokens to score; all if not given')
+    args = parser.parse_args()
+    model, ckpt, tokenizer, machine = open_run(args)
+    if not hasattr(model.config, 'route_every'):
+        raise UserError(f"{args.run} is a run of {ckpt['model']}, not of stlm_depth")
+    L = model.config.n_layer
+    draft_layers = args.draft_layers or range(1, L)
+    if max(draft_layers, default=0) >= L:                # a model of one layer has none
+        raise UserError(f'--draft_layers {max(draft_layers)}: the model has {L} layers, '
+                        'and at least one must verify')
+    folder = args.data or data_folder(ckpt)
+    tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
+    lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    T = model.config.block_size
+
+    def windows():
+        return val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
+
+    def score(model):
+        return score_batches(model, windows(), lengths, machine)
+
+    routed = {}
+    if model.config.capacity < 1:
+        routed['forecast'] = score(model)
+        routed['top'] = score(LookingAhead(model))
+        x, _ = next(windows())
+        shares = route_shares(model, x, machine)
+        routed['passed'] = {layer: share for layer, (share, _) in shares.items()}
+        print(f"the forecast decides  loss {routed['forecast']['loss']:.4f}, "
+              f"{routed['forecast']['bits_per_byte']:.4f} bits per byte")
+        print(f"the window's top      loss {routed['top']['loss']:.4f}, "
+              f"{routed['top']['bits_per_byte']:.4f} bits per byte (looks ahead)")
+        print('passed                ' + ', '.join(f'{layer}: {100 * share:.1f}%'
+                                                   for layer, share in routed['passed'].items()))
+    exits = []
+    for n in range(1, L + 1):
+        scores = score(Exit(model, n))
+        exits.append(dict(layers=n, **scores))
+        print(f"exit after {n:3} {'layer ' if n == 1 else 'layers'}  loss {scores['loss']:.4f}, "
+              f"{scores['bits_per_byte']:.4f} bits per byte")
+
+    length = min(32, max(1, T // 2), len(tokens))
+    starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
+    starts = torch.from_numpy(starts).to(machine.device)
+    prompts = tokens_at(tokens, starts[:, None] + torch.arange(length, device=machine.device))
+    drafts = []
+    plain = None
+    model.eval()
+    for n in (0, *draft_layers):
+        texts, rate, kept = decode(model, prompts, args.max_new_tokens, n, args.n_draft, machine)
+        plain = texts if n == 0 else plain
+        same = int((texts == plain).all(1).sum())
+        drafts.append(dict(layers=n, tokens_per_s=rate, kept=kept, same=same))
+        how = 'no drafts            '
+        more = ''
+        if n:
+            how = f'{n:3} layers draft {args.n_draft:3}  '
+            more = f', {100 * kept:.1f}% kept, {same} of {len(prompts)} texts the same'
+        print(f'{how} {rate:,.0f} tokens/s{more}')
+    if args.json:
+        write_json(args.json, dict(run=args.run, data=str(folder), n_draft=args.n_draft,
+                                   prompts=len(prompts), max_new_tokens=args.max_new_tokens,
+                                   routed=routed, exits=exits, drafts=drafts))
+
+
+if __name__ == '__main__':
+    run_main(main)

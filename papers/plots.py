@@ -1,0 +1,330 @@
+"""
+Draw the plots of docs/*.md from papers/results/*.jsonl (needs matplotlib).
+
+    python papers/plots.py               # all of them
+    python papers/plots.py moep arena    # some
+"""
+
+import statistics
+import sys
+
+import matplotlib
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+import numpy as np
+
+import tables
+from tables import NAMES, group, read, runs
+
+
+def band(axis, steps, runs, label, **style):
+    """The mean over seeds, and a band from the lowest to the highest."""
+    runs = np.array(runs)
+    line, = axis.plot(steps, runs.mean(0), label=label, **style)
+    axis.fill_between(steps, runs.min(0), runs.max(0), alpha=0.2, color=line.get_color(), lw=0)
+    return line.get_color()
+
+
+def dots(axis, values_of, title):
+    """One row of dots per {name: values of its seeds}, the first on top."""
+    for height, values in enumerate(reversed(values_of.values())):
+        axis.plot(values, [height] * len(values), 'o', color='C0')
+    axis.set(title=title, yticks=range(len(values_of)), yticklabels=reversed(values_of))
+    axis.grid(alpha=0.4)
+
+
+# ---- PaPaformer ---------------------------------------------------------------------------------
+
+
+def papaformer():
+    """Toy corpora: validation loss of composed paths, of random ones, and of dense models."""
+    by_run = runs('papaformer_toy')
+    styles = {'random share': '--', 'composed share': '-',
+              'dense on 40%': '--', 'dense on 100%': '-'}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    for axis, name, limits in zip(axes, ('toy_stories', 'toy_math'), ((1.1, 1.7), (0.6, 1.7))):
+        for kind, style in styles.items():
+            seeds = by_run[kind]
+            band(axis, seeds[0]['steps'], [seed['loss'][name] for seed in seeds], kind, ls=style)
+        axis.set(title=name, xlabel='step of 512 tokens', ylabel='validation loss', ylim=limits)
+    axes[0].legend()
+    return figure
+
+
+def papaformer_real():
+    """Real text: validation losses of both phases."""
+    panels = (('stories', 'tinystories', 'first phase, stories'),
+              ('both', 'tinystories_neox', 'second phase, stories'),
+              ('both', 'openmath_neox', 'second phase, math'))
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
+    for axis, (phase, data, title) in zip(axes, panels):
+        losses = {}
+        for kind, seeds in runs('papaformer', phase).items():
+            last = [run['evaluations'][-1]['val'] for run in seeds]
+            if data in last[0]:
+                name = NAMES['papaformer'][kind].replace('aux losses ', '')
+                losses[name] = [scores[data]['loss'] for scores in last]
+        dots(axis, losses, title)
+        axis.set_xlabel('validation loss')
+    return figure
+
+
+# ---- MoEP ---------------------------------------------------------------------------------------
+
+
+def moep():
+    """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
+    figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
+    for kind, seeds in runs('moep').items():
+        name = NAMES['moep'][kind].replace('`', '')
+        shared = min(len(run['evaluations']) for run in seeds)       # some runs were stopped
+        points = [run['evaluations'][:shared] for run in seeds]
+        words = [e['words'] / 1e6 for e in points[0]]
+
+        loss = [[e['val']['babylm']['loss'] for e in run[1:]] for run in points]
+        color = band(losses, words[1:], loss, name, marker='.')
+        if kind != 'gpt2':
+            idle = [[e['unused'][0] for e in run] for run in points]
+            band(unused, words, idle, name, color=color, marker='.')
+        curves = [np.array(run['blimp']['babylm2025 fast']) for run in seeds
+                  if 'babylm2025 fast' in run['blimp']]
+        if curves:
+            accuracy = [curve[:, 1] for curve in curves]
+            band(scores, curves[0][:, 0] / 1e6, accuracy, name, color=color, marker='.')
+
+    scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%',
+               xscale='log')
+    losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
+    unused.set(title='blocks and experts that are hardly used', xlabel='million words',
+               ylabel='with less than 1% of the picks')
+    for axis in (scores, losses, unused):
+        axis.legend(fontsize=8)
+    return figure
+
+
+def moep_routes():
+    """Each block's and expert's share of its layer's picks at the end, largest first."""
+    routed = {kind: seeds[0] for kind, seeds in runs('moep').items() if kind != 'gpt2'}
+    figure, axes = plt.subplots(1, len(routed), figsize=(13, 3.6), sharey=True)
+    for axis, (kind, run) in zip(axes, routed.items()):
+        routes = run['routes']
+        shares = 100 * np.array([sorted(layer, reverse=True) for layer in routes.values()])
+        axis.imshow(shares, vmin=0, vmax=50, aspect='auto', cmap='Blues')
+        for (y, x), share in np.ndenumerate(shares):
+            color = 'white' if share > 30 else 'black'
+            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=7, color=color)
+        name = NAMES['moep'][kind].replace('`', '')
+        axis.set(title=f"{name}\nstep {run['evaluations'][-1]['iter']:,}", xticks=[],
+                 yticks=range(len(shares)), yticklabels=routes)
+        axis.title.set_fontsize(9)
+    return figure
+
+
+# ---- ModuleFormer -------------------------------------------------------------------------------
+
+
+def moduleformer():
+    """Toy corpora: loss beyond the trained length; forgotten against learned; pruning."""
+    parts = group(read('moduleformer_toy'), 'part')
+    parts = {part: group(rows, 'run') for part, rows in parts.items()}
+    figure, (length, life, prune) = plt.subplots(1, 3, figsize=(14, 4))
+
+    for name, seeds in parts['length'].items():
+        band(length, seeds[0]['position'], [seed['loss'] for seed in seeds], name)
+    length.axvline(128, color='gray', ls=':', label='trained length')
+    length.set(title='length', xlabel='position in the window', ylabel='loss, toy_stories')
+
+    for name, seeds in parts['lifelong, language seen'].items():
+        old = [seed['after']['toy_stories'] for seed in seeds]
+        new = [seed['after']['toy_lingo'] for seed in seeds]
+        marker = 'o' if 'Module' in name else 's'
+        life.plot(old, new, marker, ms=6, label=name.replace('ModuleFormer, ', ''))
+    life.set(title='lifelong: the second language alone',
+             xlabel='loss, toy_stories (old)', ylabel='loss, toy_lingo (new)')
+
+    for name in ('no concentration', 'concentration 0.001', 'concentration 0.01'):
+        curve = np.mean([seed['curve'] for seed in parts['pruning'][f'{name}, max']], 0)
+        prune.plot(100 * curve[:, 1], curve[:, 2], '.-', label=f'{name}, then pruned')
+    pruned_first = parts['pruned first']['pruned first']
+    points = np.array([row for seed in pruned_first for row in seed['curve']])
+    prune.plot(100 * points[:, 1], points[:, 3], 'k+', label='pruned, then fine-tuned')
+    prune.set(title='pruning for toy_math', xlabel='% of the modules left', ylabel='loss, toy_math')
+
+    for axis in (length, life, prune):
+        axis.legend(fontsize=8)
+    return figure
+
+
+def moduleformer_real():
+    """Math as the new domain, with old text and without: forgotten against learned; pruning."""
+    names = NAMES['moduleformer']
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
+
+    def losses(seeds, data, at=-1):
+        return [run['evaluations'][at]['val'][data]['loss'] for run in seeds]
+
+    panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
+    for axis, (how, title) in zip(axes, panels):
+        kinds = runs('moduleformer', how)
+        for base, tuned, style in (('base', 'full', '--'), ('base-dense', 'dense', ':')):
+            start = losses(kinds[f'{how}-{tuned}'], 'babylm', at=0)
+            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{names[base]}, before')
+        for kind, seeds in kinds.items():
+            old, new = losses(seeds, 'babylm'), losses(seeds, 'openmath_babylm')
+            marker = 'o' if 'Module' in names[kind] else 's'
+            axis.plot(old, new, marker, ms=7, label=names[kind].replace('`', ''))
+        low, high = axis.get_ylim()
+        room = 0.7 * (high - low)                    # for the legend
+        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
+                 ylim=(low - room, high))
+
+    for kind, seeds in runs('moduleformer', 'math').items():
+        curves = [[(row['modules'], row['loss']) for row in run['prune']['rows']] for run in seeds]
+        left, loss = np.mean(curves, 0).T
+        axes[2].plot(100 * left, loss, '.-', label=f'{names[kind]}, then pruned')
+    first = sum(runs('moduleformer', 'first').values(), [])
+    modules = [tables.modules(run) for run in first]
+    loss = losses(first, 'openmath_babylm')
+    axes[2].plot(100 * np.array(modules) / 192, loss, 'k^', ms=5, label='pruned, then fine-tuned')
+    axes[2].set(title='pruned, and fine-tuned on math', xlabel='% of the modules left',
+                ylabel='loss, math')
+
+    for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):
+        axis.legend(fontsize=7, loc=place)
+    return figure
+
+
+# ---- Self-MoE and Super Tiny models -------------------------------------------------------------
+
+
+def selfmoe():
+    """Real math: perplexity of each layer's state through the head, without and with its gate."""
+    kinds = tables.gates('real')
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+    for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
+        seeds = [seed['gates'] for seed in kinds[f'{kind}, improves']]
+        layers = [row['layer'] for row in seeds[0]]
+        for key, style in (('without', '--'), ('with', '-')):
+            perplexity = [[row[key] for row in gates] for gates in seeds]
+            band(axis, layers, perplexity, f'{key} the gate', ls=style, marker='o', ms=4)
+        axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
+    axes[0].set_ylabel('perplexity through the head')
+    axes[0].legend()
+    return figure
+
+
+def stlm():
+    """The dropout rate of each schedule, from the log."""
+    figure, axis = plt.subplots(figsize=(6, 3.2))
+    for row in read('stlm_dropout_rates'):
+        style = dict(ls=':', lw=4) if row['run'] == 'constant' else {}
+        axis.plot(*zip(*row['rates']), label=row['run'], **style)
+    axis.set(xlabel='step of 200', ylabel='dropout')
+    axis.legend(loc='center left', bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def stlm_real():
+    """Bits per byte on Simple English Wikipedia against parameters, as more layers share."""
+    styles = {
+        'one FFN for so many layers': {'baseline': 1, 'ffn-2': 2, 'ffn-5': 5, 'shared-ffn': 10},
+        'one block for so many layers': {'baseline': 1, 'all-2': 2, 'all-5': 5, 'shared-all': 10}}
+    kinds = runs('stlm')
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    for label, groups in styles.items():
+        points = []
+        for kind, layers in groups.items():
+            scores = [run['evaluations'][-1]['val']['simplewiki']['bits_per_byte']
+                      for run in kinds[kind]]
+            points.append((kinds[kind][0]['parameters'] / 1e6, statistics.mean(scores)))
+            axis.annotate(layers, points[-1], textcoords='offset points', xytext=(4, 5))
+        axis.plot(*zip(*points), 'o-', label=label)
+    axis.set(xlabel='parameters, millions', ylabel='bits per byte')
+    axis.legend()
+    return figure
+
+
+# ---- Speed --------------------------------------------------------------------------------------
+
+
+def speed():
+    """Time and memory of a step, and FLOPs of a token, as the number of parameters grows."""
+    rows = {row['run']: row for row in read('speed') if row['group'] == 'step'}
+    sweeps = (('MoEP: P blocks, K = 2 (32 x 512)',
+               dict(moep_p2='P = 2', moep_p4='4', moep_p8='8', moep_p16='16')),
+              ('ModuleFormer: E FFN modules, K = 2 (32 x 512)',
+               dict(mf_e8='E = 8', mf_32='16', mf_e32='32', mf_e64='64')))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    for axis, (title, names) in zip(axes, sweeps):
+        points = [rows[name] for name in names]
+        size = [row['total'] / 1e6 for row in points]
+
+        def relative(key, points=points):
+            return [row[key] / points[0][key] for row in points]
+
+        time = relative('ms')
+        axis.plot(size, time, 'o-', label='time of a step')
+        axis.plot(size, relative('flops_per_token'), 's--', label='FLOPs of a token')
+        axis.plot(size, relative('gib'), '^:', label='memory')
+        axis.plot(size, [s / size[0] for s in size], color='grey', lw=1, label='parameters')
+        for x, y, label in zip(size, time, names.values()):
+            axis.annotate(label, (x, y), textcoords='offset points', xytext=(0, 9), ha='center')
+        axis.set(title=title, xlabel='parameters, millions', ylabel='against the smallest',
+                 ylim=(0, None))
+    axes[0].legend()
+    return figure
+
+
+# ---- The arena ----------------------------------------------------------------------------------
+
+
+def arena():
+    """Bits per byte, mean and range of the seeds, against training FLOPs per token, by track.
+    Entries far above the others stand at the upper edge, with their value."""
+    figure, axes = plt.subplots(2, 1, figsize=(9.5, 15))
+    for axis, track in zip(axes, ('toy', 'baby')):
+        entries = group(read(f'arena_{track}'), 'entry')
+        bits = {name: [run['bits_per_byte'] for run in seeds] for name, seeds in entries.items()}
+        means = {name: statistics.mean(values) for name, values in bits.items()}
+        top = 1.16 * min(means.values())
+        places = {}
+        for name, seeds in entries.items():
+            cost = seeds[0]['flops_per_token'] / 1e6
+            mean = means[name]
+            if mean > top:
+                drawn = axis.plot(cost, top, '^', ms=5)
+            else:
+                reach = [[mean - min(bits[name])], [max(bits[name]) - mean]]
+                drawn = axis.errorbar(cost, mean, reach, fmt='o', ms=4)
+            places[name] = cost, min(mean, top), drawn[0].get_color()
+        axis.margins(x=0.4)
+        axis.autoscale_view()                            # places are computed with the final limits
+        names = []                                       # where they stand, in points
+        from_below = sorted(places, key=lambda name: (places[name][1], -places[name][0]))
+        for name in from_below:                          # equally high: from the right
+            cost, mean, colour = places[name]
+            x, y = axis.transData.transform((cost, mean)) * 72 / figure.dpi
+            higher = y
+            while any(abs(x - a) < 120 and abs(higher - b) < 10 for a, b in names):
+                higher += 1
+            names.append((x, higher))
+            label = name if means[name] <= top else f'{name}: {means[name]:.2f}'
+            line = dict(arrowstyle='-', color=colour, lw=0.5, shrinkA=0, shrinkB=2)
+            axis.annotate(label, (cost, mean), textcoords='offset points',
+                          xytext=(14, higher - y - 3), fontsize=7.5, color=colour, arrowprops=line)
+        axis.set(title=f'track {track}', xlabel='MFLOPs of training per token',
+                 ylabel='bits per byte')
+        axis.grid(alpha=0.4)
+    return figure
+
+
+ALL = (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe,
+       stlm, stlm_real, speed, arena)
+
+if __name__ == '__main__':
+    for draw in ALL:
+        if sys.argv[1:] and draw.__name__ not in sys.argv[1:]:
+            continue
+        figure = draw()
+        figure.tight_layout()
+        figure.savefig(tables.ROOT / 'docs' / f'{draw.__name__}.png', dpi=110)

@@ -1,0 +1,531 @@
+"""
+Rebuild the tables in README.md and docs/*.md from papers/results/*.jsonl.
+
+    python papers/tables.py              # rewrite the tables
+    python papers/tables.py --check      # only say which pages would change
+
+The table between <!-- NAME --> and <!-- end --> is a row of RUNS below, a function of this file, or
+results/NAME.jsonl as it is: each key a column. papers/README.md describes the files.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / 'papers' / 'results'
+sys.path.insert(0, str(ROOT))
+
+from arena import leaderboard  # noqa: E402
+
+GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
+PAPAFORMER = dict(
+    path1='Path_1',
+    path2='Path_2',
+    llama256='LLaMA_256',
+    llama192='LLaMA_192',
+    share='Share_Linear',
+    gumbel1='Gumb_MoE_1',
+    gumbel2='Gumb_MoE_2')
+AUX = {'': '', '-printed': ', aux losses as printed', '-released': ', aux losses as released'}
+
+# {file: {run: its name in the tables}}
+NAMES = dict(
+    moep=dict(
+        gpt2='GPT-2',
+        moep='MoEP, `switch`',
+        entropy='MoEP, `entropy`',
+        printed='MoEP, `printed`',
+        none='MoEP, no balance loss',
+        swiglu='MoEP-SwiGLU, `switch`'),
+    moep_controls=dict(
+        gpt2='none: GPT-2',
+        single='one block of full width, no router',
+        top4='4 of 4 narrow blocks',
+        moep='2 of 4 narrow blocks: MoEP',
+        stride384='the same, a window every 384 tokens'),
+    papaformer={
+        f'{phase}-{kind}{suffix}': name + text
+        for phase in ('stories', 'both')
+        for kind, name in PAPAFORMER.items()
+        for suffix, text in AUX.items()},
+    moduleformer={
+        'base': 'ModuleFormer',
+        'base-dense': 'dense',
+        'ibm': "ModuleFormer, modules start as in IBM's release",
+        'joint-full': 'ModuleFormer, fully tuned',
+        'joint-insert': 'ModuleFormer, inserted',
+        'joint-dense': 'dense, fully tuned',
+        'joint-lora': 'dense, LoRA 32, embedding and head',
+        'life-full': 'ModuleFormer, fully tuned',
+        **{f'life-insert{w}': f'ModuleFormer, inserted, `rout_reg` {w:g}'
+           for w in (0.0, 0.25, 0.5, 1.0)},
+        'life-dense': 'dense, fully tuned',
+        'life-lora8': 'dense, LoRA 8',
+        'life-lora32': 'dense, LoRA 32',
+        **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)},
+        **{f'first{t}': f'{t:g}' for t in (0.2, 0.5, 1.0)}},
+    stlm={
+        'baseline': '`baseline.py`',
+        'shared-ffn': '`--share=ffn`',
+        'ffn-5': '`--share=ffn --share_group=5`',
+        'ffn-2': '`--share=ffn --share_group=2`',
+        'shared-ffn-lora': '`--share=ffn --lora_rank=16`',
+        'shared-all': '`--share=all`',
+        'all-5': '`--share=all --share_group=5`',
+        'all-2': '`--share=all --share_group=2`',
+        'all-lora': '`--share=all --lora_rank=16`',
+        'bytes-causal': '`bytes_causal.py`',
+        'one-causal': 'the same, one vector for all slots',
+        'bytes-parallel': '`bytes_causal.py --decoder=parallel`',
+        'one-parallel': 'the same, one vector for all slots'},
+    stlm_depth={
+        'exit-none': 'plain, 10 layers',
+        'depth-dense6': 'plain, 6 layers',
+        'depth': '`depth.py`: mixture of depths, 10 layers',
+        'depth-18': '`depth.py --n_layer=18`',
+        'exit': '`exit.py`: early exit, 10 layers'},
+    stlm_math={
+        'math': '`math.py`',
+        'math-pauses': '`--data=openmath_pauses --block_size=544`: ten pauses',
+        'math-thoughts': '`math_thoughts.py`: sentences'})
+
+
+# ---- Reading ------------------------------------------------------------------------------------
+
+
+def read(name):
+    """The rows of a file. A line `about` says how they were measured."""
+    lines = (RESULTS / f'{name}.jsonl').read_text(encoding='utf-8').splitlines()
+    return [row for row in map(json.loads, lines) if 'about' not in row]
+
+
+def group(rows, key):
+    """{value of key: its rows}"""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def runs(name, prefix=''):
+    """{run: [its seeds]} of the runs that start with prefix, in the order of the file"""
+    return group([row for row in read(name) if row['run'].startswith(prefix)], 'run')
+
+
+def finished():
+    """The runs of MoEP that reached their end: only those were evaluated on BLiMP."""
+    return group([row for row in read('moep') if row['blimp']], 'run')
+
+
+# ---- Cells --------------------------------------------------------------------------------------
+
+
+def join(*cells):
+    return ' | '.join(map(str, cells))
+
+
+def spread(values, digits):
+    """The mean, and the standard deviation if there are several values. None is left out."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return '-'
+    mean = f'{statistics.mean(values):.{digits}f}'
+    if len(values) == 1:
+        return mean
+    return f'{mean} ± {statistics.stdev(values):.{digits}f}'
+
+
+def millions(count):
+    return f'{count / 1e6:.{1 if count >= 1e7 else 2}f}M'
+
+
+def val(seeds, key='loss', data=None, at=-1):
+    """A validation score of one evaluation, by default the last, on one data set or the only one"""
+    scores = [run['evaluations'][at]['val'] for run in seeds]
+    data = data or next(iter(scores[0]))
+    return spread([score.get(data, {}).get(key) for score in scores], 3)
+
+
+def blimp(seeds, mode='harness'):
+    """Full BLiMP of the last checkpoint"""
+    curves = [run['blimp'].get(f'{mode} full') for run in seeds]
+    return spread([curve[-1][1] for curve in curves if curve], 1)
+
+
+def unused(evaluation):
+    """How many choices of all got less than 1% of their layer's picks"""
+    return '{} of {}'.format(*evaluation['unused'])
+
+
+def loss_at(step):
+    """A column: the validation loss, and the number of seeds that got so far"""
+    def cell(seeds):
+        evaluations = [e for run in seeds for e in run['evaluations'] if e['iter'] == step]
+        losses = [e['val']['babylm']['loss'] for e in evaluations]
+        return f'{spread(losses, 3)} ({len(losses)})'
+    return cell
+
+
+def path_fits(seeds):
+    """The share of prompts that use the path of their domain, where papers.path_usage was run"""
+    if 'usage' not in seeds[0]:
+        return ''
+    return spread([100 * run['usage']['accuracy'] for run in seeds], 0) + '%'
+
+
+# layers with attention over all tokens; a routed one sees 1/8 of them: (1/8)^2 of the products
+ATTENTION_LAYERS = {'depth-dense6': 6, 'depth': 5 + 5 / 64, 'depth-18': 9 + 9 / 64}
+
+
+def flops(seeds):
+    """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens
+    of width 512, at their mean position, in each layer"""
+    kind = seeds[0]['run']
+    if kind.startswith(('bytes', 'one')):                # docs/stlm.md says how they are counted
+        return '272M' if kind.startswith('bytes') else '267M'
+    layers = ATTENTION_LAYERS.get(kind, 10)
+    count = f"{(6 * seeds[0]['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
+    return f'{count} and 154M for one more head' if kind == 'exit' else count
+
+
+def rate(seeds):
+    """Tokens or chunks per second in training, alone on the GPU"""
+    tokens = seeds[0].get('tokens_per_s_alone')
+    return f'{tokens / 1e3:.0f}K' if tokens else '-'
+
+
+def bits(seeds, choose):
+    """One of all the bits per byte of a run"""
+    curves = [[e['val']['simplewiki']['bits_per_byte'] for e in run['evaluations']]
+              for run in seeds]
+    return spread(map(choose, curves), 3)
+
+
+def sst2(seeds):
+    """Of the model of seed 42, fine-tuned"""
+    rows = [row for row in read('glue') if row['task'] == 'sst2']
+    tuned = {row['run']: row['seeds'].values() for row in rows}.get(f"{seeds[0]['run']}_42", [])
+    return spread([score['accuracy'] for score in tuned], 1)
+
+
+COLUMNS = {                      # {header: cell made from the seeds of a run}
+    'seeds': len,
+    'steps': lambda seeds: f"{seeds[0]['evaluations'][-1]['iter']:,}",
+    'parameters': lambda seeds: millions(seeds[0]['parameters']),
+    'parameters, active': lambda seeds: ', '.join(
+        millions(seeds[0][key]) for key in ('parameters', 'active')),
+    'val loss': val,
+    'val loss per token or symbol': val,
+    'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
+    'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
+    **{f'val loss at step {step:,}': loss_at(step) for step in (6000, 16000, 18303)},
+    'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
+    'bits per byte, lowest': lambda seeds: bits(seeds, min),
+    'at the end': lambda seeds: bits(seeds, lambda curve: curve[-1]),
+    'BLiMP': blimp,
+    'BLiMP, `harness`': blimp,
+    'BLiMP, `babylm2025`': lambda seeds: blimp(seeds, 'babylm2025'),
+    'SST-2 (LoRA)': sst2,
+    'choices that go unused': lambda seeds: ', '.join(
+        unused(run['evaluations'][-1]) for run in seeds if 'routes' in run),
+    'prompts whose path fits their domain': path_fits,
+    'FLOPs per token or chunk': flops,
+    'FLOPs per token, training': flops,
+    'tokens/s': rate,
+    'tokens or chunks/s': rate,
+    'exact answers, of 589, each seed': lambda seeds: ', '.join(
+        str(run['answers']['right']) for run in seeds),
+    'training loss, mean of ten of the last 300 steps': lambda seeds: spread(
+        [run['last_losses'] for run in seeds], 2)}
+
+RUNS = dict(                     # {table: (file, start of the runs' names, header)}
+    papaformer_stories=('papaformer', 'stories-',
+                        'model | parameters | val loss | bits per byte | BLiMP'),
+    papaformer_both=('papaformer', 'both-',
+                     'model | steps | stories, val loss | math, val loss | BLiMP | '
+                     'prompts whose path fits their domain'),
+    papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
+    stlm=('stlm', '',
+          'config | parameters, active | FLOPs per token or chunk | tokens or chunks/s | seeds | '
+          'bits per byte | val loss per token or symbol'),
+    stlm_depth=('stlm_depth', '',
+                'model | parameters, active | FLOPs per token, training | tokens/s | seeds | '
+                'bits per byte | val loss'),
+    stlm_dropout=('stlm_dropout', '', 'schedule | seeds | bits per byte, lowest | at the end'),
+    stlm_math=('stlm_math', '',
+               'config | parameters | seeds | bits per byte | exact answers, of 589, each seed'),
+    moduleformer_base=('moduleformer', ('base', 'ibm'),
+                       'model | parameters, active | seeds | val loss | bits per byte | BLiMP | '
+                       'training loss, mean of ten of the last 300 steps'))
+
+
+def table(header, groups):
+    """groups: (first cell, the seeds of a run)"""
+    yield header
+    for name, seeds in groups:
+        yield join(name, *(COLUMNS[column](seeds) for column in header.split(' | ')[1:]))
+
+
+def named(kinds, names):
+    return [(names.get(kind, kind), seeds) for kind, seeds in kinds.items()]
+
+
+# ---- MoEP ---------------------------------------------------------------------------------------
+
+
+def headline():
+    commands = dict(gpt2='gpt2.py', moep='moep.py', swiglu='moep.py --swiglu --expert_hidden=512')
+    groups = [(f'`python train.py config/paper/{command}`', finished()[kind])
+              for kind, command in commands.items()]
+    return table(' | seeds | val loss | BLiMP, `harness` | SST-2 (LoRA)', groups)
+
+
+def moep():
+    return table('model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | '
+                 'BLiMP, `babylm2025` | choices that go unused', named(finished(), NAMES['moep']))
+
+
+def moep_controls():
+    kinds = runs('moep_controls') | runs('moep')
+    groups = [(name, kinds[kind]) for kind, name in NAMES['moep_controls'].items()]
+    return table('parallel layers | parameters, active | val loss at step 6,000 | '
+                 'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness` | '
+                 'BLiMP, `babylm2025`', groups)
+
+
+PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG, reading
+    'gpt2': ('GPT-2', 59.70, 13.15, 36.00, 6.40),
+    'moep': ('MoEP', 59.15, 35.65, 33.00, 6.70),
+    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50, 6.60)}
+
+
+def moep_tasks():
+    yield ('| seeds | BLiMP | supplement | mean of both | Entity Tracking | WUG: adjectives | '
+           'past tense | mean, times 100 | reading: eyes | self-paced')
+    tasks = {                    # tasks to average, digits, factor
+        ('blimp_filtered',): (1, 1),
+        ('supplement_filtered',): (1, 1),
+        ('blimp_filtered', 'supplement_filtered'): (1, 1),
+        ('entity_tracking',): (1, 1),
+        ('wug_adj_nominalization',): (2, 1),
+        ('wug_past_tense',): (2, 1),
+        ('wug_adj_nominalization', 'wug_past_tense'): (1, 100),
+        ('eye tracking',): (2, 1),
+        ('self-paced reading',): (2, 1)}
+    for kind, (name, both, entity, wug, reading) in PAPER_TABLE_1.items():
+        seeds = [row for row in read('babylm2025') if row['run'] == kind]
+        cells = []
+        for keys, (digits, factor) in tasks.items():
+            means = [factor * statistics.mean(run[key] for key in keys) for run in seeds]
+            cells.append(spread(means, digits))
+        yield join(name, len(seeds), *cells)
+        yield join(f'{name}, the paper', 1, '', '', both, entity, '', '', wug,
+                   f'{reading} (mean)', '')
+
+
+def moep_words():
+    curves = {}
+    for kind, seeds in finished().items():
+        measured = [run['blimp'].get('babylm2025 fast') for run in seeds]
+        if any(measured):
+            curves[kind] = [curve for curve in measured if curve]
+
+    def nearest(curve, words):
+        return min(curve, key=lambda point: abs(point[0] - words))[1]
+
+    yield join('words', *(f"{NAMES['moep'][kind]}, seeds: {len(seeds)}"
+                          for kind, seeds in curves.items()))
+    for million in (1, 2, 3, 5, 7, 10, 20, 30, 40, 60, 80, 100):
+        yield join(f'{million}M', *(spread([nearest(curve, 1e6 * million) for curve in seeds], 1)
+                                    for seeds in curves.values()))
+
+
+def moep_routes():
+    steps = (2000, 6000, 10000, 18303)
+
+    def cell(evaluation):
+        if evaluation is None:
+            return '-'
+        loss = f"{evaluation['val']['babylm']['loss']:.3f}"
+        return f'{loss}, {unused(evaluation)}' if 'unused' in evaluation else loss
+
+    yield join('model and balance loss', 'seed',
+               *(f'step {step:,}: val loss, unused' for step in steps))
+    for run in read('moep'):
+        at = {e['iter']: e for e in run['evaluations']}
+        yield join(NAMES['moep'][run['run']], run['seed'], *(cell(at.get(step)) for step in steps))
+
+
+# ---- GLUE ---------------------------------------------------------------------------------------
+
+
+def glue():
+    tuned = {(row['run'], row['task']): row for row in read('glue')}
+    metrics = dict(cola='Matthews', mrpc='F1')
+    yield ('task, metric | train, valid | majority | GPT-2 | MoEP | '
+           'minutes per seed, GPT-2 | MoEP')
+    for task, name in GLUE.items():
+        metric = metrics.get(task, 'accuracy')
+        gpt2, moep = tuned['gpt2_42', task], tuned['moep_42', task]
+        scores, times = [], []
+        for row in (gpt2, moep):
+            minutes = [seed['minutes'] for seed in row['seeds'].values()]
+            scores.append(spread([seed[metric] for seed in row['seeds'].values()], 2))
+            times.append(f'{min(minutes):.1f} to {max(minutes):.1f}')
+        yield join(f'{name}, {metric}', f"{gpt2['train']:,}, {gpt2['valid']:,}",
+                   f"{gpt2['majority'][metric]:.2f}", *scores, *times)
+
+
+def papaformer_glue():
+    """Fine-tuned models of the second phase, over all seeds of all models of a kind"""
+    columns = (('wsc', 'accuracy'), ('rte', 'accuracy'), ('mrpc', 'F1'), ('mrpc', 'accuracy'),
+               ('cola', 'Matthews'))
+    rows = [row for row in read('glue') if row['run'].startswith('p2-')]
+    header = []
+    for task, metric in columns:
+        majority = next(row for row in rows if row['task'] == task)['majority'][metric]
+        header.append(f'{GLUE[task]}, {metric}; majority {majority:.1f}')
+    yield join('model', *header)
+    for kind in ('llama256', 'llama192', 'share', 'gumbel1', 'gumbel2'):
+        tuned = [row for row in rows if kind in row['run']]
+        scores = []
+        for task, metric in columns:
+            seeds = [row['seeds'].values() for row in tuned if row['task'] == task]
+            scores.append(spread([score[metric] for seed in seeds for score in seed], 1))
+        yield join(PAPAFORMER[kind], *scores)
+
+
+# ---- Self-MoE -----------------------------------------------------------------------------------
+
+
+def gates(corpus):
+    """{run: its seeds}"""
+    return group([row for row in read('selfmoe') if row['corpus'] == corpus], 'run')
+
+
+def selfmoe():
+    kinds = gates('real')
+    yield ('fine-tuned with | val loss | difference to no gates, seed by seed | '
+           'answers right of 584, by seed')
+    for name, seeds in kinds.items():
+        if name != 'base':
+            losses = spread([run['loss'] for run in seeds], 3)
+            pairs = zip(seeds, kinds['none'], strict=True)
+            changes = ', '.join(f"{run['loss'] - plain['loss']:+.3f}" for run, plain in pairs)
+            right = ', '.join(str(run['right']) for run in seeds)
+            yield join(name.replace('none', 'no gates'), losses,
+                       '' if name == 'none' else changes, right)
+
+
+# ---- ModuleFormer -------------------------------------------------------------------------------
+
+
+def methods(how):
+    """The ways to learn math, jointly or alone: before, and after with the change"""
+    kinds = runs('moduleformer', how)
+    names = NAMES['moduleformer']
+    sets = ('babylm', 'openmath_babylm')
+
+    def loss(kind, data, at):
+        return statistics.mean(run['evaluations'][at]['val'][data]['loss'] for run in kinds[kind])
+
+    yield 'method | trained | old text, val loss | math, val loss | BLiMP'
+    for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
+        trained_on = [run['seed'] for run in kinds[kind]]
+        started = [run for run in runs('moduleformer')[base] if run['seed'] in trained_on]
+        before = [val(kinds[kind], data=data, at=0) for data in sets]
+        yield f'before, {names[base]} | | {join(*before, blimp(started))}'
+    for kind, seeds in kinds.items():
+        start = f'{how}-full' if 'ModuleFormer' in names[kind] else f'{how}-dense'
+        cells = []
+        for data in sets:
+            change = loss(kind, data, -1) - loss(start, data, 0)
+            cells.append(f'{val(seeds, data=data)} ({change:+.2f})')
+        yield join(names[kind], f"{seeds[0]['trained'] / 1e6:.2f}M", *cells, blimp(seeds))
+
+
+def moduleformer_joint():
+    return methods('joint')
+
+
+def moduleformer_life():
+    return methods('life')
+
+
+def moduleformer_prune():
+    kinds = runs('moduleformer', 'math')
+    yield join('threshold',
+               *(f"{NAMES['moduleformer'][kind]}: modules left, loss" for kind in kinds))
+    first = next(iter(kinds.values()))[0]['prune']['rows']
+    for i, threshold in enumerate(row['threshold'] for row in first):
+        if threshold in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
+            cells = []
+            for seeds in kinds.values():
+                pruned = [run['prune']['rows'][i] for run in seeds]
+                left = spread([100 * row['modules'] for row in pruned], 0)
+                cells.append(f"{left}%, {spread([row['loss'] for row in pruned], 3)}")
+            yield join(f'{threshold:g}', *cells)
+
+
+def modules(run):
+    return run['evaluations'][0]['unused'][1]            # used or not
+
+
+def moduleformer_first():
+    yield ('threshold | modules left, by seed | parameters, by seed | '
+           'val loss, the whole validation set')
+    seeds = runs('moduleformer')['math0.0']
+    yield join('not pruned', '100%', millions(seeds[0]['parameters']), val(seeds))
+    all_modules = modules(seeds[0])
+    for kind, seeds in runs('moduleformer', 'first').items():
+        left = ', '.join(f'{modules(run) / all_modules:.0%}' for run in seeds)
+        sizes = ', '.join(millions(run['parameters']) for run in seeds)
+        yield join(NAMES['moduleformer'][kind], left, sizes, val(seeds))
+
+
+# ---- Pages --------------------------------------------------------------------------------------
+
+
+def lines_of(name):
+    """The header and the rows of a table"""
+    if name.startswith('arena_'):
+        _, track, key = name.split('_', 2)
+        key = 'flops_per_token' if key == 'flops' else key
+        return map(' | '.join, leaderboard.table(track, key, RESULTS))
+    if name in RUNS:
+        file, prefix, header = RUNS[name]
+        return table(header, named(runs(file, prefix), NAMES.get(file, {})))
+    if name in globals():
+        return globals()[name]()
+    rows = read(name)
+    return [join(*rows[0]), *(join(*row.values()) for row in rows)]
+
+
+def fill(text):
+    """The text with every marked table rebuilt"""
+    def table(match):
+        rows = [f'| {line} |' for line in lines_of(match[1])]
+        rows.insert(1, '|' + '---|' * (rows[0].count('|') - 1))
+        return f'<!-- {match[1]} -->\n' + '\n'.join(rows) + '\n<!-- end -->'
+    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.DOTALL)
+
+
+def main():
+    check = '--check' in sys.argv
+    stale = False
+    for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
+        text = path.read_text(encoding='utf-8')
+        rebuilt = fill(text)
+        if rebuilt != text:
+            stale = True
+            print(path.name, 'differs from papers/results' if check else 'rebuilt')
+            if not check:
+                path.write_text(rebuilt, encoding='utf-8')
+    sys.exit(check and stale)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,404 @@
+"""arena/: the entries, the race, sweeps, rules, tables and Welch's test; tools/flops.py."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import papaformer
+import selfmoe
+from arena import __main__ as arena
+from arena import leaderboard
+from arena.entries import ENTRIES
+from conftest import ROOT, run_here
+from plumbing.cli import UserError
+from plumbing.settings import import_model, make_config, read_settings
+from tools.flops import training_flops
+
+TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1, n_embd=8,
+            n_parallel=0, dropout=0.0, max_iters=6, batch_size=2, learning_rate=1e-2,
+            log_interval=1, save_interval=2)
+PATH = TINY | dict(model='papaformer')
+del PATH['dropout']
+STAGES = [
+    PATH | dict(data={'toy_stories': (0.0, 0.5)}, max_iters=2),
+    PATH | dict(data={'toy_stories': (0.5, 1.0)}, max_iters=2),
+    dict(model='papaformer', data='toy_stories', init_from=[0, 1], surgery='compose', max_iters=2,
+         batch_size=2, log_interval=1)]
+RULES = dict(parameters=17e3, within=0.2, window=32, tokens=6 * 2 * 32)
+
+
+@pytest.fixture
+def home(tmp_path, data_dir, monkeypatch):
+    """A folder with little text and one minimal pair, for a track of tiny entries."""
+    for key, value in RULES.items():
+        monkeypatch.setitem(leaderboard.TRACKS['toy'], key, value)
+    monkeypatch.setitem(ENTRIES, 'toy', dict(gpt2=TINY, mine=TINY, staged=STAGES))
+    stories = shutil.copytree(data_dir / 'toy_stories', tmp_path / 'data/toy_stories')
+    os.truncate(stories / 'val.bin', 2 * 64)
+    pairs = tmp_path / 'data/toy_blimp'
+    pairs.mkdir()
+    pair = dict(sentence_good='The dog is happy.', sentence_bad='The dog are happy.')
+    (pairs / 'pairs.jsonl').write_text(json.dumps(pair) + '\n')
+    return tmp_path
+
+
+@pytest.fixture
+def called(home, monkeypatch):
+    """Scripts run in this process, and tools.check finds nothing wrong. -> the list of what runs:
+    (script, run folder or model)."""
+    scripts = []
+
+    def call(script, *args):
+        args = [*map(str, args)]
+        name = next((arg[10:] for arg in args if arg.startswith('--out_dir=')), args[0])
+        scripts.append((script, name.removeprefix('out/arena/toy/')))
+        if script != 'tools.check':
+            done = run_here(script.removesuffix('.py'), [str(ROOT / script), *args], home)
+            if done.returncode:
+                raise UserError(done.stderr)
+    monkeypatch.setattr(arena, 'call', call)
+    return scripts
+
+
+def go(home, *args, code=0):
+    """python -m arena, in this process -> what it prints, errors last"""
+    done = run_here('arena.__main__', ['arena', *args, '--results=results'], home)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(home, name='arena_toy'):
+    return leaderboard.read_runs(home / f'results/{name}.jsonl')
+
+
+def race_of(name, seed):
+    folder = f'{name}_{seed}'
+    return [('train.py', folder), ('eval_blimp.py', folder), ('eval_blimp.py', folder)]
+
+
+# ---- Races --------------------------------------------------------------------------------------
+
+def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
+    """Stopped in the second of four runs: that one and the others are run, the first is not."""
+    call = arena.call
+
+    def stopped(script, *args):
+        if script == 'train.py' and len(rows(home)) == 1:
+            raise KeyboardInterrupt
+        call(script, *args)
+    monkeypatch.setattr(arena, 'call', stopped)
+    go(home, 'gpt2', 'mine', '--seeds=2', code=130)
+    assert called == [('tools.check', 'moep'), *race_of('gpt2', 1), ('tools.check', 'moep')]
+    monkeypatch.setattr(arena, 'call', call)
+    called.clear()
+    text = go(home, 'gpt2', 'mine', '--seeds=2')
+    assert called == [('tools.check', 'moep'), *race_of('mine', 1), *race_of('gpt2', 2),
+                      *race_of('mine', 2)]
+    assert '==== 1 of 3: mine, seed 1' in text
+
+    called.clear()
+    tables = go(home, 'gpt2', 'mine', '--seeds=2')
+    assert called == [] and tables == go(home, 'gpt2', 'mine', '--table')
+    _, title, header, first, second, *_, last = tables.splitlines()
+    assert title == 'Equal parameters' and header.startswith('  entry')
+    assert first.startswith('> gpt2') and first.endswith('the dense entry')
+    assert second.startswith('> mine') and second.endswith('open, p = 1')
+    assert last.startswith('gpt2 against mine: ') and last.endswith('open, p = 1')
+
+
+def test_what_a_row_says(home, called):
+    go(home, 'mine', '--seeds=1')
+    row, = rows(home)
+    assert (row['entry'], row['seed'], row['configs']) == ('mine', 1, [TINY])
+    assert row['tokens'] == 6 * 2 * 32 and row['harness'] in (0, 100) and row['minutes'] > 0
+    assert row['flops_per_token'] == 6 * row['active'] + 6 * 8 * 32
+    log = [json.loads(line) for line in open(home / 'out/arena/toy/mine_1/log.jsonl')]
+    assert row['loss'] == log[-1]['val']['toy_stories']['loss']
+    command, = row['commands']
+    assert command.startswith('python train.py --model=moep --data=toy_stories --block_size=32 ')
+    assert '--seed=1 --out_dir=out/arena/toy/mine_1 ' in command
+
+
+def test_stages(home, called):
+    """Each starts from earlier ones; their costs are added up, the scores are the last one's."""
+    go(home, 'staged', '--seeds=1')
+    stages = [f'staged_1/stage_{n}' for n in range(3)]
+    assert called == [*(('train.py', stage) for stage in stages),
+                      ('eval_blimp.py', stages[2]), ('eval_blimp.py', stages[2])]
+    row, = rows(home)
+    assert row['tokens'] == 3 * 2 * 2 * 32 and len(row['commands']) == 3
+    assert "['out/arena/toy/staged_1/stage_0', 'out/arena/toy/staged_1/stage_1']" in \
+        row['commands'][2].replace("""'"'"'""", "'")
+    logs = []
+    for n in range(3):
+        lines = open(home / f'out/arena/toy/staged_1/stage_{n}/log.jsonl')
+        logs.append([json.loads(line) for line in lines])
+    assert row['minutes'] == pytest.approx(sum(log[-1]['seconds'] for log in logs) / 60)
+    assert row['loss'] == logs[2][-1]['val']['toy_stories']['loss']
+    assert row['parameters'] == logs[2][0]['run']['parameters'] > logs[0][0]['run']['parameters']
+
+
+@pytest.mark.slow
+def test_a_killed_arena_saves_and_goes_on(home):
+    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on from
+    there, and the loss is that of a run without a stop."""
+    entries = dict(gpt2=TINY, mine=TINY | dict(max_iters=300, batch_size=1, save_interval=1000))
+    code = f"""from arena import __main__ as arena
+arena.TRACKS['toy'].update({RULES | dict(tokens=300 * 32)})
+arena.ENTRIES['toy'] = {entries}
+arena.classes = lambda *_: ['parameters']
+arena.run_main(arena.main)"""
+    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    command = [sys.executable, '-c', code, 'gpt2', 'mine', '--seeds=1', '--results=results']
+    process = subprocess.Popen(command, cwd=home, env=env, stdout=subprocess.PIPE, text=True)
+    log = home / 'out/arena/toy/mine_1/log.jsonl'
+    while process.poll() is None and not (log.exists() and 'grad_norm' in log.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    last = process.communicate()[0].splitlines()[-1]
+    assert process.returncode == 143 and last == 'the arena stopped; the same command continues'
+    assert (log.parent / 'ckpt.pt').exists() and [row['entry'] for row in rows(home)] == ['gpt2']
+
+    subprocess.run(command, cwd=home, env=env, check=True)
+    assert [(row['entry'], row['seed']) for row in rows(home)] == [('gpt2', 1), ('mine', 1)]
+    lines = [json.loads(line) for line in open(log)]
+    resumed_at, = [line['iter'] for line in lines if 'run' in line][1:]
+    assert 0 < resumed_at < 300 and lines[-1]['iter'] == 300
+    options = arena.options(entries['mine'])
+    subprocess.run([sys.executable, ROOT / 'train.py', *options, '--seed=1', '--out_dir=out/again'],
+                   cwd=home, env=env, check=True)
+    again = [json.loads(line) for line in open(home / 'out/again/log.jsonl')]
+    assert again[-1]['val']['toy_stories']['loss'] == rows(home)[1]['loss']
+
+
+def test_an_entry_that_fails_does_not_stop_the_others(home, called):
+    ENTRIES['toy']['bad'] = TINY | dict(aux_weights=dict(nothing=1.0))
+    text = go(home, 'bad', 'mine', '--seeds=1', code=2)
+    assert "names ['nothing']" in text and text.endswith('not finished: bad; the reason is above\n')
+    assert [row['entry'] for row in rows(home)] == ['mine']
+    ENTRIES['toy']['bad'] = TINY                         # corrected: it runs under its name
+    go(home, 'bad', '--seeds=1')
+
+
+def test_a_new_entry_has_to_pass_the_check(home, called, monkeypatch):
+    def call(script, *args):
+        raise UserError('1 is WRONG')
+    monkeypatch.setattr(arena, 'call', call)
+    assert 'mine: 1 is WRONG\n' in go(home, 'mine', '--seeds=1', code=2)
+    assert called == [] and rows(home) == []
+
+
+# ---- Entries that have changed ------------------------------------------------------------------
+
+def test_changed_settings_are_not_mixed(home, called):
+    """Neither with rows, nor with a run that was stopped."""
+    go(home, 'mine', '--seeds=1')
+    ENTRIES['toy']['mine'] = TINY | dict(learning_rate=1e-3)
+    said = 'mine: settings or code have changed since it ran: rename it, or delete its rows in'
+    assert said in go(home, 'mine', '--seeds=2', code=2)
+    assert said in go(home, 'mine', '--seeds=1')         # nothing to run: a message, and the table
+    (home / 'results/arena_toy.jsonl').unlink()
+    assert 'mine_1 was begun with other settings or code: delete it' in go(
+        home, 'mine', '--seeds=1', code=2)
+    assert called.count(('train.py', 'mine_1')) == 1
+
+
+def test_changed_code_is_said(home, called, monkeypatch):
+    """Of the model file and of what it imports; comments and docstrings are no code."""
+    monkeypatch.setattr(arena, 'ROOT', home)
+    (home / 'arena').mkdir()
+    (home / 'moep.py').write_text('import torch\nfrom arena.parts import x\n')
+    parts = home / 'arena/parts.py'
+    parts.write_text('x = 1\n')
+    identity = arena.identify([TINY])
+    go(home, 'mine', '--seeds=1')
+    parts.write_text('"""Parts,\n\nin two lines."""\n\nx = 1      # one\n')
+    assert arena.identify([TINY]) == identity
+    assert 'changed' not in go(home, 'mine', '--seeds=1')
+    parts.write_text('x = 2\n')
+    assert arena.identify([TINY]) != identity
+    assert 'mine: settings or code have changed' in go(home, 'mine', '--seeds=1')
+
+
+# ---- Sweeps -------------------------------------------------------------------------------------
+
+def test_a_sweep(home, called):
+    """One seed and a third of the tokens for each value, which may be spelt in two ways."""
+    text = go(home, 'mine', '--sweep=learning_rate=1e-3,2e-3,0.002')
+    assert called == [('tools.check', 'moep'), ('train.py', 'sweeps/mine_learning_rate=0.001'),
+                      ('train.py', 'sweeps/mine_learning_rate=0.002')]
+    assert 'the best is at the end of the range' in text
+    first, second = rows(home, 'arena_toy_sweeps')
+    assert first['setting'] == 'learning_rate=0.001' and second['setting'] == 'learning_rate=0.002'
+    assert first['tokens'] == 2 * 2 * 32 and 'harness' not in first
+    assert 'learning_rate' not in first['configs'][0]    # its change is no change of the entry
+    ENTRIES['toy']['mine'] = TINY | dict(learning_rate=2e-3)
+    called.clear()
+    go(home, 'mine', '--sweep=learning_rate=2e-3,1e-3')
+    assert called == []
+
+
+@pytest.mark.parametrize('changes, setting, option', [
+    (dict(max_iters=30), 'weight_decay=0', '--max_iters=10'),
+    (dict(max_iters=30, batch_size=2), 'batch_size=4', '--max_iters=5'),
+    (dict(max_iters=None, epochs=6), 'weight_decay=0', '--epochs=2.0')])
+def test_a_third_of_the_tokens(changes, setting, option):
+    assert arena.third_of_tokens(arena.options(TINY | changes), setting) == option
+
+
+# ---- Mistakes -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('args, message', [
+    (['mien'], 'arena/entries.py has no mien on the track toy; did you mean mine?'),
+    (['large'], "large has {'window': '32', 'parameters': "),
+    (['mine', '--sweep=learnin_rate=1e-3'], "unknown key 'learnin_rate'")])
+def test_mistakes_are_told_before_any_work(home, called, args, message):
+    ENTRIES['toy']['large'] = TINY | dict(n_embd=16)
+    assert message in go(home, *args, code=2) and called == []
+
+
+# ---- Rules and tables ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize('track', ENTRIES)
+def test_every_entry_keeps_the_rules(track):
+    """Its class, its data, and its budget: ten epochs of 10M words, or 0.5M tokens."""
+    for name, stages in arena.find_entries([], track).items():
+        settings = [read_settings(arena.options(stage))[0] for stage in stages]
+        if track == 'baby':
+            for s in settings:
+                window = s.seq_len or 512
+                assert (s.stride * 4, s.epoch_words) == (window, 10e6), name
+                assert s.batch_size * window == 64 * 512, name
+            assert sum(s.epochs for s in settings) == 10, name
+        else:
+            tokens = sum(s.max_iters * s.batch_size * 64 for s in settings)
+            assert tokens == pytest.approx(0.5e6, rel=0.01), name
+
+
+@pytest.mark.parametrize('track', ENTRIES)
+def test_what_the_stages_make_is_in_a_class(track):
+    def build(stage):
+        _, module, keys = read_settings(arena.options(stage))
+        vocabulary = dict(vocab_size=leaderboard.TRACKS[track]['vocab_size'])
+        with torch.device('meta'):
+            return module.Model(make_config(module, vocabulary | keys))
+    entries = ENTRIES[track]
+    composed = papaformer.compose([build(stage) for stage in entries['papaformer_composed'][:2]])
+    gated = selfmoe.add_gates(build(entries['selfmoe_gates'][0]))
+    for model in (composed, gated):
+        costs = dict(parameters=model.count_params()[0], flops_per_token=0)
+        assert leaderboard.classes(costs, track) == ['parameters']
+
+
+@pytest.mark.parametrize('track', ENTRIES)
+def test_the_results_are_those_of_the_entries(track):
+    for name, seeds in leaderboard.read_results(track, arena.RESULTS).items():
+        entry = ENTRIES[track][name]
+        stages = entry if isinstance(entry, list) else [entry]
+        for row in seeds.values():
+            assert row['configs'] == arena.identify(stages)['configs'], name
+
+
+@pytest.mark.parametrize('track, within', [('toy', 0.1), ('baby', 0.05)])
+def test_who_is_in_a_class(track, within):
+    """Near enough to either number, after about as many tokens as the track has."""
+    rules = leaderboard.TRACKS[track]
+    costs = dict(parameters=rules['parameters'], flops_per_token=rules['flops_per_token'])
+    for key, other in (('parameters', 'flops_per_token'), ('flops_per_token', 'parameters')):
+        for off in (-within, within):
+            near, far = (costs | {key: rules[key] * (1 + times * off)} for times in (0.9, 1.1))
+            assert leaderboard.classes(near, track) == ['parameters', 'flops_per_token']
+            assert leaderboard.classes(far, track) == [other]
+    for share, n_classes in ((0.88, 0), (0.92, 2), (1.08, 2), (1.12, 0)):
+        tokens = dict(tokens=share * rules['tokens'])
+        assert len(leaderboard.classes(costs | tokens, track)) == n_classes
+
+
+def test_attention_by_hand():
+    """The width of all heads that a token's queries have, in all layers: of a Config, and of one
+    that inherits it."""
+    size = dict(n_layer=5, n_embd=16)
+    for name, keys, width in (
+            ('moep', dict(n_parallel=3, n_block=4, n_embd_parallel=6), 5 * 16 + 3 * 4 * 6),
+            ('papaformer', dict(n_parallel=3, path_embd=[4, 8]), 5 * 16 + 3 * (4 + 8)),
+            ('moduleformer', dict(top_k=2, d_att=8), 5 * 2 * 8),
+            ('selfmoe', {}, 5 * 16), ('stlm', {}, 5 * 16), ('arena.dense', {}, 5 * 16),
+            ('stlm_depth', dict(capacity=0.25, route_every=2), 3 * 16 + 2 * 16 / 16)):
+        kind = type(import_model(name).Config.__name__, (SimpleNamespace,), {})
+        for config in (kind, type('MineConfig', (kind,), {})):
+            assert training_flops(config(**size, **keys), 100, 10) == 6 * 100 + 6 * width * 10, name
+
+
+@pytest.mark.parametrize('freedom, t', [
+    (1, 63.6567), (2, 9.92484), (4, 4.60409), (10, 3.16927), (100, 2.62589)])
+def test_student(freedom, t):
+    """The two-sided 1% points that every table has; closed forms for one and two degrees."""
+    assert leaderboard.student(t, freedom) == pytest.approx(0.01, rel=1e-4)
+    assert leaderboard.student(0, freedom) == pytest.approx(1)
+    assert leaderboard.student(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
+    assert leaderboard.student(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-5)
+
+
+def test_welch():
+    """The first example of Wikipedia's page on the test, and the ends."""
+    a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
+    b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4]
+    assert leaderboard.welch(a, b) == leaderboard.welch(b, a) == pytest.approx(0.021, abs=5e-4)
+    assert leaderboard.welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
+    assert leaderboard.welch([1.0, 1.0], [1.0, 1.0]) == 1
+    assert leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def write_rows(folder, entries):
+    """entries: {name: (changes, bits per byte of each seed)}"""
+    row = dict(parameters=28e6, active=20e6, flops_per_token=90e6, tokens=150e6, tokens_per_s=4e5,
+               minutes=7.0, loss=3.2, harness=66.0, babylm2025=65.0)
+    with open(folder / 'arena_baby.jsonl', 'w') as file:
+        for name, (changes, bits) in entries.items():
+            for seed, value in enumerate(bits, 1):
+                scores = row | changes | dict(entry=name, seed=seed, bits_per_byte=value)
+                file.write(json.dumps(scores) + '\n')
+
+
+def test_every_column_has_its_own_score(tmp_path):
+    write_rows(tmp_path, dict(mine=({}, [1.25])))
+    header, row = leaderboard.table('baby', 'parameters', tmp_path)
+    assert dict(zip(header, row, strict=True)) == {
+        'entry': 'mine', 'seeds': '1', 'parameters, M': '28.00', 'active, M': '20.00',
+        'MFLOPs per token': '90.00', 'tokens/s': '400,000', 'minutes': '7.0', 'val loss': '3.200',
+        'bits per byte': '1.2500', 'pairs `harness`': '66.0', 'pairs `babylm2025`': '65.0',
+        'against the dense entry': '-'}
+
+
+def test_tables(tmp_path):
+    """The best comes first; the dense entry of a class is the best of three."""
+    write_rows(tmp_path, dict(
+        gpt2=(dict(flops_per_token=1.8e8), [1.300, 1.301, 1.302]),
+        dense=({}, [1.250, 1.251, 1.252]),
+        good=({}, [1.240, 1.241, 1.242]),
+        bad=(dict(flops_per_token=1.75e8, parameters=9e7), [1.400, 1.405]),
+        once=({}, [1.245]),
+        outside=(dict(parameters=30e6), [1.0, 1.0])))
+    cells = []
+    for key in leaderboard.CLASSES:
+        _, *rows = leaderboard.table('baby', key, tmp_path)
+        cells += [(key, row[0], row[1], row[-4], row[-1]) for row in rows]
+    p = leaderboard.welch([1.240, 1.241, 1.242], [1.250, 1.251, 1.252])
+    q = leaderboard.welch([1.300, 1.301, 1.302], [1.250, 1.251, 1.252])
+    r = leaderboard.welch([1.400, 1.405], [1.300, 1.301, 1.302])
+    assert p < 0.01 < r
+    assert cells == [
+        ('parameters', 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
+        ('parameters', 'once', '1', '1.2450', 'one seed: no test'),
+        ('parameters', 'dense', '3', '1.2510 ± 0.0010', 'the dense entry'),
+        ('parameters', 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
+        ('flops_per_token', 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
+        ('flops_per_token', 'bad', '2', '1.4025 ± 0.0035', f'open, p = {r:.3g}')]

@@ -1,0 +1,419 @@
+"""The contract that every model keeps (docs/extending.md), written once and run over all models:
+what a forward pass returns, causality, caches, batches, targets, routes, configs, initialisation,
+sampling."""
+
+import importlib
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from oracles import has_limit, slots, uncached
+
+MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth', 'arena.dense']
+
+SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
+MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
+            top_k=2, expert_hidden=24)
+PAPA = dict(SMALL, n_parallel=2, path_embd=[8, 8], path_head=[2, 1], path_ffn_hidden=[12, 20])
+POOLS = dict(SMALL, n_att=4, d_att=8, n_ffd=5, d_ffd=16, top_k=2, d_router=16, query_block=5)
+LLAMA = dict(SMALL, n_kv_head=1, ffn_hidden=12)
+BYTES = dict(LLAMA, vocab_size=9, block_size=16, byte_limit=3, byte_embd=8, byte_layer=1,
+             byte_head=2)
+DEPTH = dict(LLAMA, n_layer=4, capacity=0.4)
+ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
+
+# name: (module, settings, routes: {layer: choices})
+CASES = {
+    'moep': ('moep', MOEP, {'shrink': 3, 'parallel.0': 4, 'parallel.1': 4, 'grow': 3}),
+    'moep_swiglu': ('moep', dict(MOEP, swiglu=True, n_parallel=1),
+                    {'shrink': 3, 'parallel.0': 4, 'grow': 3}),
+    'gpt2': ('moep', dict(MOEP, n_parallel=0), {}),
+    'papaformer': ('papaformer', PAPA, {}),
+    'papaformer_unequal': ('papaformer', dict(PAPA, path_embd=[8, 4]), {}),
+    'gumbel1': ('papaformer', dict(PAPA, connection='gumbel1'), {'parallel.0': 3, 'parallel.1': 3}),
+    'gumbel2': ('papaformer', dict(PAPA, connection='gumbel2'), {'parallel.0': 3, 'parallel.1': 3}),
+    'llama': ('papaformer', dict(PAPA, n_parallel=0), {}),
+    'moduleformer': ('moduleformer', POOLS, {'blocks.0.att': 4, 'blocks.0.ffd': 5,
+                                             'blocks.1.att': 4, 'blocks.1.ffd': 5}),
+    'identity_kv': ('moduleformer', dict(POOLS, n_layer=1, identity_kv=True, d_att=16, n_head=1),
+                    {'blocks.0.att': 4, 'blocks.0.ffd': 5}),
+    'inserted': ('moduleformer', dict(POOLS, n_att=[2, 4], new_att=1, new_ffd=2),
+                 {'blocks.0.att': 3, 'blocks.0.ffd': 7, 'blocks.1.att': 5, 'blocks.1.ffd': 7}),
+    'selfmoe': ('selfmoe', LLAMA, {}),
+    'gate_scalar': ('selfmoe', dict(LLAMA, gate='scalar'), {}),
+    'gate_vector': ('selfmoe', dict(LLAMA, gate='vector'), {}),
+    'gate_matrix': ('selfmoe', dict(LLAMA, n_layer=3, gate='matrix', gate_layers=[2]), {}),
+    'mixture': ('selfmoe', dict(LLAMA, n_expert=4, top_k=2), {'blocks.0': 4, 'blocks.1': 4}),
+    'stlm': ('stlm', LLAMA, {}),
+    'stlm_ffn': ('stlm', dict(LLAMA, share='ffn', lora_rank=2), {}),
+    'stlm_all': ('stlm', dict(LLAMA, n_layer=3, share='all', share_group=2, lora_rank=2), {}),
+    'stlm_bytes': ('stlm', BYTES, {}),
+    'stlm_bytes_parallel': ('stlm', dict(BYTES, decoder='parallel', share='ffn'), {}),
+    'stlm_depth': ('stlm_depth', DEPTH, {'layers.1': 2, 'layers.3': 2}),
+    'stlm_exit': ('stlm_depth', dict(DEPTH, capacity=1.0, exit_loss=True), {}),
+    'dense': ('arena.dense', SMALL, {}),
+    'dense_routed': ('arena.dense', ROUTED, {'blocks.0': 5, 'blocks.1': 5}),
+}
+ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth',
+            'dense']
+
+
+for idea in ('bias', 'hash', 'noisy', 'shared', 'sigmoid', 'zloss'):
+    CASES[f'moep_{idea}'] = (f'arena.{idea}', dict(MOEP, n_parallel=1),
+                             {'shrink': 3, 'parallel.0': 4, 'grow': 3})
+for idea in ('bias', 'noisy', 'sigmoid', 'zloss'):
+    settings = dict(POOLS, n_layer=1, router=idea)
+    CASES[f'moduleformer_{idea}'] = ('arena.moduleformer_routers', settings,
+                                     {'blocks.0.att': 4, 'blocks.0.ffd': 5})
+ROUTERS = [name for name, (module, _, _) in CASES.items() if module not in MODELS]
+ALL = pytest.mark.parametrize('name', CASES)
+EACH = pytest.mark.parametrize('name', ONE_EACH)
+
+
+def build(name, **changes):
+    module, settings, _ = CASES[name]
+    module = importlib.import_module(module)
+    return module.Model(module.Config(**{'dropout': 0.0, **settings, **changes}))
+
+
+def make(name, scale=0.2, seed=0, dtype=torch.float64, **changes):
+    """In evaluation mode; gains, gates, routers, and what starts at zero are random, so that all
+    matter."""
+    torch.manual_seed(seed)
+    model = build(name, **changes).to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(scale * torch.randn_like(p))
+    return model
+
+
+def text(model, B=3, T=12, seed=1):
+    """(B, T) ids. A byte-level model reads chunks: one to three bytes, end-of-chunk, padding."""
+    L, V = slots(model), model.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    if L == 1:
+        return torch.randint(0, V, (B, T), generator=generator)
+    chunks = torch.randint(0, V - 3, (B, T // L + 1, L), generator=generator)
+    end = torch.randint(1, L, (B, T // L + 1, 1), generator=generator)
+    place = torch.arange(L)
+    chunks = chunks.where(place != end, V - 3).where(place <= end, V - 1)
+    return chunks.flatten(1)[:, :T]
+
+
+def pair(model, B=3, T=12):
+    """Inputs and targets; padding is no target."""
+    ids = text(model, B, T + 1)
+    x, y = ids[:, :-1], ids[:, 1:].clone()
+    if slots(model) > 1:
+        y[y == model.config.vocab_size - 1] = -1
+    return x, y
+
+
+def predict(model, x):
+    """Probabilities: the logits of a symbol that a slot cannot hold are -inf."""
+    return model(x)[0].softmax(-1)
+
+
+def close(a, b, atol=1e-10):
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=atol)
+
+
+# ---- What a forward pass returns -----------------------------------------------------------------
+
+
+@ALL
+def test_returns(name):
+    """With targets no logits, without targets no loss; aux are finite scalars; features are
+    states."""
+    model = make(name)
+    x, y = pair(model)
+    for training in (True, False):
+        model.train(training)
+        logits, none, aux = model(x)
+        assert none is None and logits.shape == (*x.shape, model.config.vocab_size)
+        none, loss, more_aux = model(x, y)
+        assert none is None and loss.dim() == 0 and loss.isfinite()
+        assert aux.keys() <= more_aux.keys()             # a loss may need targets
+        assert all(value.dim() == 0 and value.isfinite() for value in more_aux.values())
+        states, again = model.features(x)
+        assert states.shape == (*x.shape, model.config.n_embd) and again.keys() == aux.keys()
+
+
+@ALL
+def test_loss_is_the_mean_over_targets(name):
+    """reduction='none' gives what the logits say, 0 where the target is -1."""
+    model = make(name)
+    x, y = pair(model)
+    y[:, ::5] = -1
+    nats = model(x, y, reduction='none')[1]
+    log_prob = model(x)[0].log_softmax(-1)
+    picked = log_prob.gather(2, y.clamp(min=0)[:, :, None])[:, :, 0]
+    assert close(nats, -picked.masked_fill(y < 0, 0))
+    assert abs(model(x, y)[1] - nats[y >= 0].mean()) < 1e-12
+
+
+@ALL
+def test_padding_changes_nothing(name):
+    """Two rows of different length, padded: losses and gradients are those of the rows by
+    themselves."""
+    model = make(name)
+    L = slots(model)
+    x, y = pair(model, B=2, T=3 * L if L > 1 else 12)
+    n = L if L > 1 else 5                                # length of the second row
+    y[1, n:] = -1
+    x[1, n:] = model.config.vocab_size - 1
+    nats = model(x, y, reduction='none')[1]
+    rows = (x[:1], y[:1]), (x[1:, :n], y[1:, :n])
+    alone = [model(*row, reduction='none')[1] for row in rows]
+    assert close(nats[:1], alone[0]) and close(nats[1:, :n], alone[1]) and not nats[1, n:].any()
+    mean = (alone[0].sum() + alone[1].sum()) / (y >= 0).sum()
+    loss = model(x, y)[1]
+    assert abs(loss - mean) < 1e-12
+    parameters = list(model.parameters())
+    grads = [torch.autograd.grad(v, parameters, materialize_grads=True) for v in (loss, mean)]
+    assert all(close(a, b) for a, b in zip(*grads))
+
+
+@ALL
+def test_every_parameter_gets_a_gradient(name):
+    model = make(name, seed=1).train()
+    x, y = pair(model, B=6)
+    _, loss, aux = model(x, y)
+    (loss + sum(aux.values())).backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, parameter
+
+
+# ---- Time, batches, caches -----------------------------------------------------------------------
+
+
+@ALL
+def test_causal(name):
+    """Another token at t changes nothing before t, and everything from t on (inside a chunk,
+    something)."""
+    model = make(name)
+    x = text(model)
+    before = predict(model, x)
+    for t in (4, 9) if slots(model) == 1 else (0, 4):    # the first byte of a chunk
+        changed = x.clone()
+        changed[:, t] = (changed[:, t] + 1) % (model.config.vocab_size - 3)
+        difference = (predict(model, changed) - before).abs().amax((0, 2))
+        assert difference[:t].sum() < 1e-12
+        later = difference[t:]
+        assert (later.max() if slots(model) > 1 else later.min()) > 1e-9
+
+
+@ALL
+def test_batched_is_one_by_one(name):
+    model = make(name)
+    x = text(model)
+    assert close(predict(model, x), torch.cat([predict(model, row[None]) for row in x]))
+    x = x[:2, :3]
+    one_by_one = [model.generate(row[None], 2, temperature=0) for row in x]
+    assert torch.equal(model.generate(x, 2, temperature=0), torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize('name', [name for name in CASES if 'bytes' not in name])
+def test_cache_in_pieces(name):
+    """Features and logits of a text read in pieces through a cache are those of the text."""
+    model = make(name)
+    x = text(model)
+    for call in (model, model.features):
+        cache = []
+        pieces = [call(part, cache=cache)[0] for part in x.split([5, 1, 4, 2], dim=1)]
+        assert close(torch.cat(pieces, 1), call(x)[0])
+
+
+@pytest.mark.parametrize('start', [3, 22])
+@pytest.mark.parametrize('name', [name for name in CASES if name not in ROUTERS])
+def test_cached_generation_is_uncached(name, start):
+    """Past the context length, and from a prompt that is longer than it."""
+    model = make(name, scale=0.4, seed=2)
+    x = text(model, T=start)
+    out = model.generate(x, 11, temperature=0)
+    assert torch.equal(out[:, :start], x) and torch.equal(out, uncached(model, x, 11))
+    assert len(set(out[:, start:].flatten().tolist())) > 2               # not one token for ever
+
+
+@pytest.mark.parametrize('name', [name for name in CASES if has_limit(build(name))])
+def test_a_text_that_is_too_long(name):
+    """Also where a part of it is in the cache."""
+    model = make(name)
+    limit = model.config.block_size
+    x, cache = text(model, T=limit + 1), []
+    for call in (model, model.features):
+        with pytest.raises((AssertionError, ValueError), match=f'{limit + 1} .*{limit}'):
+            call(x)
+    if slots(model) == 1:
+        model(x[:, :9], cache=cache)
+        with pytest.raises((AssertionError, ValueError), match=f'{limit + 1} .*{limit}'):
+            model(x[:, 9:], cache=cache)
+
+
+# ---- Routes, counts, configs ---------------------------------------------------------------------
+
+
+@ALL
+def test_routes(name):
+    """Gates as multiplied in: 0 but for a token's K choices, and they sum to 1 (ModuleFormer's: at
+    most)."""
+    model = make(name, scale=0.05)
+    x = text(model)
+    routes = model.routes(x)
+    assert {layer: gate.shape[-1] for layer, gate in routes.items()} == CASES[name][2]
+    assert list(routes) == list(CASES[name][2])          # in the order in which a token meets them
+    top_k = getattr(model.config, 'top_k', 1)
+    for gate in routes.values():
+        assert gate.shape[:2] == x.shape and ((gate != 0).sum(-1) == top_k).all()
+        assert (gate >= 0).all() and (gate.sum(-1) < 1 + 1e-9).all()
+        assert (gate.sum(-1) > 1 - 1e-9).all() or not has_limit(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@ALL
+def test_count_of_all_parameters(name):
+    model = build(name)
+    total, active = model.count_params()
+    assert total == sum(p.numel() for p in model.parameters()) and active > 0
+
+
+@pytest.mark.parametrize('name, lookup', [
+    ('gpt2', 'wpe'), ('llama', 'wte'), ('papaformer', 'wte'), ('selfmoe', 'wte'), ('stlm', None),
+    ('stlm_bytes', None), ('stlm_exit', None), ('dense', None)])
+def test_count_of_active_parameters(name, lookup):
+    """Where nothing is routed or shared: all but a table that is only looked up."""
+    model = build(name)
+    total, active = model.count_params()
+    assert total - active == (getattr(model, lookup).weight.numel() if lookup else 0)
+
+
+@ALL
+def test_config_rebuilds_the_model(name):
+    """Also after it was written as JSON; the state dict fits, and the new model computes the
+    same."""
+    model = make(name)
+    config = type(model.config)(**json.loads(json.dumps(asdict(model.config))))
+    again = type(model)(config).double().eval()
+    assert list(again.state_dict()) == list(model.state_dict()) and again.config == model.config
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(text(model))[0], model(text(model))[0])
+
+
+@ALL
+def test_every_parameter_is_initialised(name):
+    """Memory that nobody has written is nan here."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(2).isnan().all()
+        model = build(name)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for tensor, value in model.state_dict().items():
+        assert not value.isnan().any(), tensor
+
+
+# ---- Chance --------------------------------------------------------------------------------------
+
+
+@ALL
+def test_evaluation_draws_nothing(name):
+    model = make(name, dropout=0.5)
+    x, y = pair(model)
+    calm = make(name)
+    state = torch.get_rng_state()
+    assert torch.equal(model(x)[0], calm(x)[0]) and torch.equal(model(x)[0], model(x)[0])
+    model(x, y), model.features(x), model.routes(x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(model.generate(x, 2, temperature=0), model.generate(x, 2, temperature=0))
+    model.train()
+    assert not torch.equal(model(x)[0], model(x)[0])
+
+
+# D: dropout, on embeddings and on what a branch adds; A: on attention; a: attention without it
+@pytest.mark.parametrize('name, places', [
+    ('moep', 'D' + 'ADD' * 4), ('gpt2', 'D' + 'ADD' * 2), ('papaformer', 'a' + 'ADD' * 4 + 'a'),
+    ('llama', 'ADD' * 2), ('moduleformer', 'D' + 'DD' * 2), ('gate_matrix', 'ADD' * 3),
+    ('stlm', 'D' + 'ADD' * 2), ('stlm_bytes', 'a' + 'D' + 'ADD' * 2 + 'a'),
+    ('stlm_exit', 'D' + 'ADD' * 4), ('dense', 'D' + 'ADD' * 2)])
+def test_where_dropout_is(name, places, monkeypatch):
+    model = make(name, dropout=0.5).train()
+    seen = []
+    kernel = F.scaled_dot_product_attention
+
+    def record(*args, dropout_p=0.0, **rest):
+        seen.append('A' if dropout_p == 0.5 else 'a')
+        return kernel(*args, dropout_p=dropout_p, **rest)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
+    for module in model.modules():
+        if type(module).__name__ == 'Dropout':
+            module.register_forward_hook(
+                lambda module, args, out: seen.append('D' if (out == 0).any() else ''))
+    model(text(model))
+    assert ''.join(seen) == places
+    seen.clear()
+    model.eval()(text(model))
+    assert not {'A', 'D'} & {*seen}
+
+
+@EACH
+def test_sampling(name):
+    """Temperature and top_k against the distribution that the logits give, by count."""
+    model = make(name, dtype=torch.float32)
+    x = text(model, 1, 4)
+    logits = model(x)[0][0, -1]
+    best = logits.topk(3).indices
+    temperature = (logits[best[0]] - logits[best[2]]).item()           # so that all three are drawn
+    torch.manual_seed(0)
+    drawn = model.generate(x.expand(2000, -1), 1, temperature=temperature, top_k=3)[:, -1]
+    expected = (logits[best] / temperature).softmax(-1)
+    share = torch.stack([(drawn == i).float().mean() for i in best])
+    assert abs(share.sum() - 1) < 1e-5 and torch.allclose(share, expected, atol=0.04)
+    assert torch.equal(model.generate(x, 6, top_k=1), model.generate(x, 6, temperature=0))
+    assert model.generate(x, 3, top_k=1000).shape == (1, 7)              # all of the vocabulary
+
+
+# ---- Precision and compilation -------------------------------------------------------------------
+
+
+@pytest.mark.slow
+# CPUs without bfloat16 say so, and go on
+@pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
+@pytest.mark.parametrize('name', [*ONE_EACH, 'gumbel2', 'mixture', 'dense_routed'])
+def test_bfloat16_in_one_graph(name, compile_model):
+    """Under autocast a model trains in bfloat16, while losses and the residual stream stay float32.
+    It compiles without a graph break, and no value is read."""
+    model = make(name, scale=0.1, dtype=torch.float32, dropout=0.1).train()
+    x, y = pair(model)
+    streams, graphs = [], []
+
+    def backend(graph, _):                               # as backend='eager', and the graph is kept
+        graphs.append(graph)
+        return graph
+    compiled = compile_model(model, backend=backend, fullgraph=True)
+    losses = []
+    for call, autocast in ((model, False), (model, True), (compiled, True)):
+        torch.manual_seed(3)                             # the same noise
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            _, loss, aux = call(x, y)
+        losses.append(loss.item())
+        assert all(value.dtype == torch.float32 for value in (loss, *aux.values()))
+    assert 0 < abs(losses[1] - losses[0]) < 0.05 * losses[0]
+    assert abs(losses[2] - losses[1]) < 1e-3 * losses[0]
+    called = {str(node.target) for node in graphs[0].graph.nodes}      # fullgraph lets .item() pass
+    assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'}
+    (loss + sum(aux.values())).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+    def record(module, args):
+        inputs = args[0] if isinstance(args[0], list) else args[:1]
+        streams.extend(value.dtype for value in inputs)
+    for path, module in model.named_modules():
+        is_layer = path.count('.') == 1 and path.split('.')[0] in ('blocks', 'layers', 'parallel')
+        if is_layer or isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+            module.register_forward_pre_hook(record)
+    with torch.autocast('cpu', torch.bfloat16):
+        model(x)
+    assert {*streams} == {torch.float32}

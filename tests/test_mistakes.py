@@ -1,0 +1,206 @@
+"""A user's mistake, or a damaged file, ends in one line that says what to do, with exit code 2.
+Nothing that comes from a file is executed. A bug keeps its traceback."""
+
+import importlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+import moep
+import train
+from plumbing.settings import ROOT
+
+QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
+         '--data=toy_math']
+MODEL = ['--block_size=32', '--n_layer=2', '--n_head=2', '--n_embd=16', '--n_parallel=1',
+         '--n_head_parallel=1', '--n_embd_parallel=8', *QUICK]
+NEW = ['train.py', *MODEL, '--out_dir=out/new']
+RESUME = ['train.py', *MODEL, '--out_dir=out/run', '--resume', '--max_iters=3']
+FROM = ['train.py', *QUICK, '--out_dir=out/new', '--init_from=out/run']
+SAMPLE = ['sample.py', 'out/run', '--max_new_tokens=2']
+BLIMP = ['eval_blimp.py', 'out/run', '--data=data/toy_blimp']
+TEXT = ['prepare.py', 'text', '--name=mine']
+
+
+@pytest.fixture(scope='module')
+def stock(run, data_dir, tmp_path_factory):
+    """A folder with configs, data sets, a run, and files that no script can use."""
+    home = tmp_path_factory.mktemp('mistakes')
+    (home / 'config').symlink_to(ROOT / 'config')
+    (home / 'data').mkdir()
+    for name in ('toy_math', 'toy_bytes', 'toy_stories', 'toy_blimp'):
+        (home / 'data' / name).symlink_to(data_dir / name)
+    run(*NEW[:-1], '--out_dir=out/run', cwd=home, here=True)
+    (home / 'book.txt').write_text('A line.\n\nAnother.\n' * 20)
+    (home / 'latin.txt').write_bytes('Caf\xe9\n'.encode('latin-1') * 20)
+    (home / 'rows.jsonl').write_text('{"body": "A line."}\n' * 20)
+    (home / 'broken.py').write_text('batch_size = (\n')
+    (home / 'a_file').write_text('')
+    return home
+
+
+@pytest.fixture
+def home(stock, tmp_path):
+    """A copy, to be damaged."""
+    shutil.copytree(stock, tmp_path / 'home', symlinks=True)
+    return tmp_path / 'home'
+
+
+def one_line(done, script):
+    assert done.stderr.startswith(f'{script}: ') and done.stderr.count('\n') == 1, done.stderr
+    assert len(done.stderr) < 400
+    return done.stderr
+
+
+@pytest.mark.parametrize('command, hint', [
+    (['train.py'], 'name a config, such as config/moep.py'),
+    ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
+    ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
+    ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
+    ([*NEW, '--schedule=cosin'], 'it can be cosine, linear, constant'),
+    (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
+    (['train.py', 'broken.py'], 'broken.py:1: '),
+    ([*NEW, '--model=mope'], 'did you mean moep?'),
+    ([*NEW, '--model=prepare'], 'Config, Model ='),
+    ([*NEW, '--n_head=3'], 'n_embd must be a multiple of n_head'),
+    ([*NEW, '--data=my_book'], 'python prepare.py text --name my_book'),
+    ([*NEW, '--data=babylm'], 'python prepare.py babylm'),
+    ([*NEW, '--data=toy_bytes'], 'slots per chunk'),
+    ([*NEW, '--data=toy_math,toy_bytes'], 'different tokenizers: prepare toy_bytes again'),
+    ([*NEW, '--vocab_size=100'], 'vocab_size is 100'),
+    ([*NEW, '--seq_len=100000000'], 'add text, or lower seq_len'),
+    ([*NEW, '--seq_len=64'], 'block_size'),
+    ([*NEW, '--stream', '--memory=32'], 'such as moduleformer'),
+    ([*NEW, '--aux_weights=dict(balance=1.0)'], 'block_balance'),
+    ([*NEW, '--dropout_schedule=late'], 'set_dropout'),
+    ([*NEW, '--device=tpu'], 'see --device'),
+    ([*NEW, '--dtype=float16'], 'it can be auto, bfloat16 or float32'),
+    ([*NEW, '--out_dir=a_file'], 'a_file'),
+    ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
+    ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),
+    ([*RESUME, '--batch_size=4'], 'resume with the same'),
+    ([*RESUME, '--n_embd=32'], 'has n_embd = 16, not 32'),
+    ([*RESUME, '--data=toy_stories'], 'resume with the same'),
+    ([*FROM, '--init_from=out/rnu'], 'there is no checkpoint out/rnu/ckpt.pt; there are out/run'),
+    ([*FROM, '--model=stlm'], 'holds a model of moep, not stlm'),
+    ([*FROM, '--n_embd=32'], 'does not fit moep.py'),
+    ([*FROM, '--init_from=["out/run", "out/run"]'], 'set the surgery'),
+    ([*FROM, '--surgery=compos'], "no surgery 'compos'"),
+    ([*FROM, '--surgery=os.system'], "no surgery 'os.system'"),
+    ([*FROM, '--surgery=tools.lora.add_lora', '--surgery_args=dict(rnak=4)'], "'rnak'"),
+    ([*NEW, '--surgery=tools.lora.add_lora'], 'set init_from'),
+    (['sample.py'], 'required: run'),
+    (['sample.py', 'out/rnu'], 'there are out/run'),
+    ([*SAMPLE, '--temperature=hot'], '--temperature'),
+    ([*SAMPLE, '--device=tpu'], 'see --device'),
+    (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
+    ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
+    (['prepare.py', 'txet'], 'invalid choice'),
+    ([*TEXT], '--input'),
+    ([*TEXT, '--input', 'nothing.txt'], 'nothing.txt'),
+    ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
+    ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
+    ([*TEXT, '--input', 'a_file'], 'there is no text to train on'),
+    ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
+    (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
+], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')
+def test_a_mistake_is_one_line(run, stock, command, hint):
+    assert hint in one_line(run(*command, cwd=stock, code=2), command[0])
+    assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
+
+
+# ---- Damaged files -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('path, content, command', [
+    ('out/run/ckpt.pt', b'', RESUME),
+    ('out/run/ckpt.pt', b'not a checkpoint', SAMPLE),
+    ('out/run/ckpt.pt', b'PK\x03\x04', [*BLIMP]),
+    ('out/run/meta.json', b'{', SAMPLE),
+    ('out/run/meta.json', b'{}', SAMPLE),
+    ('out/run/tokenizer.tiktoken', b'\xff', SAMPLE),
+    ('data/mine/meta.json', b'[]', [*NEW, '--data=mine']),
+    ('data/mine/tokenizer.tiktoken', b'IQ== 0\n', [*NEW, '--data=mine']),
+    ('data/mine/train.bin', b'', [*NEW, '--data=mine']),
+    ('data/mine/val.bin', b'123', [*NEW, '--data=mine'])])
+def test_a_damaged_file_is_named(run, home, data_dir, path, content, command):
+    shutil.copytree(data_dir / 'toy_math', home / 'data/mine')
+    (home / path).write_bytes(content)
+    assert path in one_line(run(*command, cwd=home, code=2), command[0])
+    assert (home / path).read_bytes() == content
+
+
+def test_half_a_checkpoint(run, home):
+    file = home / 'out/run/ckpt.pt'
+    file.write_bytes(file.read_bytes()[:5000])
+    assert 'out/run/ckpt.pt cannot be read' in one_line(run(*RESUME, cwd=home, code=2), 'train.py')
+
+
+@pytest.mark.parametrize('content', [dict(model={}, model_args={}), [1, 2], torch.zeros(3)], ids=str)
+def test_a_foreign_checkpoint(run, home, content):
+    torch.save(content, home / 'out/run/ckpt.pt')
+    assert 'out/run/ckpt.pt ' in one_line(run(*SAMPLE, cwd=home, code=2), 'sample.py')
+
+
+def test_a_log_that_was_deleted(run, home):
+    """The run goes on with a new one."""
+    (home / 'out/run/log.jsonl').unlink()
+    run(*RESUME, '--log_interval=1', cwd=home, here=True)
+    rows = [json.loads(line) for line in open(home / 'out/run/log.jsonl')]
+    assert [row['iter'] for row in rows if 'loss' in row] == [3]
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_a_full_disk(run, home):
+    """The checkpoint of before is intact."""
+    before = (home / 'out/run/ckpt.pt').read_bytes()
+    (home / 'out/run/ckpt.pt.tmp').symlink_to('/dev/full')
+    line = one_line(run(*RESUME, cwd=home, code=2), 'train.py')
+    assert 'is the disk full?' in line and (home / 'out/run/ckpt.pt').read_bytes() == before
+
+
+def test_an_old_torch(run, stock, monkeypatch):
+    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.4.0'))
+    assert 'torch>=2.10 is needed' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
+
+
+def test_a_missing_package(run, stock, monkeypatch):
+    monkeypatch.setattr(train, 'Data', lambda *_: importlib.import_module('a_package'))
+    assert 'pip install a_package' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
+
+
+# ---- Nothing from a file is executed -------------------------------------------------------------
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ('touch EVIL',)
+
+
+@pytest.mark.parametrize('command', [SAMPLE, RESUME, FROM, BLIMP], ids=lambda command: command[0])
+def test_a_pickle_does_nothing(run, home, command):
+    torch.save(dict(model=Evil()), home / 'out/run/ckpt.pt')
+    assert 'ckpt.pt cannot be read' in one_line(run(*command, cwd=home, code=2), command[0])
+    assert not (home / 'EVIL').exists()
+
+
+@pytest.mark.parametrize('part', [
+    dict(model='evil'), dict(model='../evil'), dict(model='os'), dict(model='prepare'),
+    dict(adapted=[('os.system', {'command': 'touch EVIL'})]),
+    dict(adapted=[('evil.model', {})])], ids=str)
+def test_a_name_in_a_checkpoint_is_one_of_ours(run, home, monkeypatch, part):
+    (home / 'evil.py').write_text('open("EVIL", "w")\nConfig, Model = 1, 2\n')
+    monkeypatch.syspath_prepend(home)
+    ckpt = torch.load(home / 'out/run/ckpt.pt', weights_only=True)
+    torch.save(ckpt | part, home / 'out/run/ckpt.pt')
+    line = one_line(run(*SAMPLE, cwd=home, code=2), 'sample.py')
+    assert 'there is no' in line and not (home / 'EVIL').exists()
+
+
+def test_a_bug_keeps_its_traceback(run, stock, monkeypatch):
+    def forward(*args, **kwargs):
+        raise RuntimeError('a bug')
+    monkeypatch.setattr(moep.MoEP, 'forward', forward)
+    with pytest.raises(RuntimeError, match='a bug'):
+        run(*NEW, cwd=stock, here=True)

@@ -1,0 +1,338 @@
+"""papers/: each number against a slow, obvious way to get it; the scripts as a user runs them."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moduleformer
+import moep
+import papaformer
+import selfmoe
+import stlm
+from moduleformer import count_usage, prune_experts
+from papers import depth, eval_length, exact_answer, path_usage
+from papers.exact_answer import complete, last_number, read_problems
+from plumbing.checkpoint import load_checkpoint
+from plumbing.machine import Machine
+from plumbing.tokenizer import choose_tokenizer, load_tokenizer
+from stlm_depth import STLMDepth, STLMDepthConfig
+from train import as_tensor, load_bin, val_batches
+
+ONE_STEP = ['--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0']
+
+
+def one_batch(tokens, T, pad=-1):
+    return (torch.cat(parts) for parts in zip(*val_batches(tokens, T, 16, pad)))
+
+
+# ---- exact_answer -------------------------------------------------------------------------------
+
+TINY = dict(vocab_size=40, block_size=32, n_layer=2, n_head=2, n_embd=16)
+MODELS = dict(
+    moep=(moep, dict(n_parallel=1, n_embd_parallel=8, n_head_parallel=1, dropout=0.0)),
+    papaformer=(papaformer, dict(n_parallel=1, path_embd=[8, 8], path_head=[1, 1],
+                                 connection='gumbel2')),
+    selfmoe=(selfmoe, dict(n_kv_head=1, gate='vector', n_expert=3, top_k=2)))
+
+
+@pytest.mark.parametrize('text, number', [
+    ('37+49-18=68. The answer is 68 (games).', 68),
+    ('so 288*4 = 1,152 chocolates\n#### 1152', 1152),
+    ('it costs $3.50.', 3.5),
+    ('x = -7', -7),
+    ('9-5', 5),
+    ('(3)-2', 2),
+    ('1,2', 2),
+    ('none', None),
+    ('= -0.25', -.25),
+    ('version 2.0', 2)])
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+def shake(model, size):
+    """Far from uniform, so that an error shows"""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(size * torch.randn_like(p))
+    return model.eval()
+
+
+def generate_one_by_one(model, prompts, n_new):
+    for prompt in prompts:
+        yield model.generate(torch.tensor([prompt]), n_new, temperature=0)[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_batched_is_one_by_one(name):
+    """Prompts of many lengths in one batch: as the model's own generate, cut at end-of-text"""
+    torch.manual_seed(3)
+    module, keys = MODELS[name]
+    model = shake(module.Model(module.Config(**TINY, **keys)), 0.3)
+    prompts = [torch.randint(1, 40, (n,)).tolist() for n in (3, 9, 1, 20, 5, 9, 14, 2, 7)]
+    texts = [*generate_one_by_one(model, prompts, 12)]
+    eot = max(range(1, 40), key=lambda i: sum(i in text for text in texts))
+    texts = [text[:text.index(eot)] if eot in text else text for text in texts]
+    assert len({len(text) for text in texts}) > 1
+    for batch_size in (1, 4, 100):
+        assert complete(model, prompts, eot, 12, batch_size) == texts
+
+
+def test_chunks_are_completed_as_one_by_one():
+    """Symbols 6, 7, 8 are end-of-chunk, end-of-text and padding"""
+    torch.manual_seed(3)
+    keys = dict(n_kv_head=1, ffn_hidden=8, byte_limit=3, byte_embd=8, byte_layer=1, byte_head=1,
+                dropout=0.0)
+    config = stlm.STLMConfig(**dict(TINY, vocab_size=9, block_size=40), **keys)
+    model = shake(stlm.STLM(config), 0.5)
+    dice = random.Random(1)
+    chunks = [[0, 1, 6, 8], [2, 6, 8, 8], [3, 4, 5, 6], [7, 8, 8, 8]]
+    prompts = [sum(dice.choices(chunks, k=n), []) for n in (2, 1, 3, 1, 2, 5, 2, 1, 2)]
+    texts = [text[:text.index(7)] if 7 in text else text
+             for text in generate_one_by_one(model, prompts, 20)]
+    assert len({len(text) for text in texts}) > 1
+    for batch_size in (1, 3, 100):
+        assert complete(model, prompts, 7, 20, batch_size) == texts
+
+
+def test_problems(tmp_path, data_dir):
+    problems = read_problems(data_dir / 'toy_math')
+    for other in ('toy_pauses', 'toy_thoughts'):
+        assert read_problems(data_dir / other) == problems
+    tokenizer = load_tokenizer(data_dir / 'toy_math')
+    tokens = [tokenizer.eot]
+    for problem in problems:                             # they are all of val.bin
+        tokens += [*tokenizer.encode('\n'.join(problem)), tokenizer.eot]
+    assert tokens == load_bin(data_dir / 'toy_math', 'val').tolist()
+    rows = [dict(question='a\nb', generated_solution='c = 4')]
+    (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    assert read_problems(tmp_path / 'p.jsonl') == [('a\nb', 'c = 4')]
+
+
+class Parrot(torch.nn.Module):
+    """Writes 7 and end-of-text, whatever the question"""
+    config = moep.MoEPConfig(vocab_size=257, block_size=16, n_layer=1, n_embd=8, n_head=1,
+                             n_parallel=0)
+    seen = []
+
+    def forward(self, idx, cache=None):
+        self.seen += idx.tolist()
+        following = torch.where(idx == ord('7'), 256, ord('7'))
+        return F.one_hot(following, 257).float(), None, {}
+
+
+def test_exact_answers():
+    problems = [('a', '3 + 4 = 7'), ('b', 'it is 5'), ('c', 'nothing'), ('d' * 20, '7'),
+                ('e', 'is 5'), ('f', '7.0'), ('g', '14/2 = 7')]
+    tokenizer = choose_tokenizer('bytes')
+    result = exact_answer.exact_answer(Parrot(), tokenizer, problems, 4, batch_size=2)
+    assert (result['accuracy'], result['right'], result['guess']) == (0.6, 3, 0.6)
+    assert (result['problems'], result['left_out']) == (5, 2)
+    assert [example['text'] for example in result['examples']] == ['7'] * 5
+    assert Parrot.seen[0] == [tokenizer.eot, *b'a\n']
+
+
+def test_exact_answer_as_a_user(run, smoke, data_dir, tmp_path):
+    folder = smoke('config/selfmoe_math.py')
+    math_set = f'--data={data_dir}/toy_math'
+    done = run('papers.exact_answer', folder, math_set, '--num=20', '--show=1',
+               f'--json={tmp_path}/r.json', here=True)
+    assert 'of 20 problems' in done.stdout and '-> ' in done.stdout
+    assert json.loads((tmp_path / 'r.json').read_text())['problems'] == 20
+    done = run('papers.exact_answer', folder, math_set, '--max_new_tokens=500', code=2)
+    assert 'lower --max_new_tokens' in done.stderr
+
+
+# ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
+
+
+def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
+    """Every prompt begins with end-of-text, as documents do in training; shares by layer"""
+    folder = tmp_path / 'run'
+    run('train.py', 'config/papaformer.py', f'--data_dir={data_dir}', f'--out_dir={folder}',
+        *ONE_STEP, here=True)
+    seen = []
+
+    def usage(model, idx):
+        seen.append(idx)
+        return torch.tensor([[0, 1]] * len(idx))
+    monkeypatch.setattr(papaformer, 'path_usage', usage)
+    stories, out = data_dir / 'toy_stories', tmp_path / 'u.json'
+    eot = load_tokenizer(stories).eot
+    run('papers.path_usage', folder, '--data', stories, data_dir / 'toy_math', '--num=5',
+        '--length=7', f'--json={out}', here=True)
+    assert seen[0].shape == (5, 8) and (seen[0][:, 0] == eot).all()
+    assert (seen[0][:, 1:] != eot).all()
+    result = json.loads(out.read_text())
+    assert result[str(stories)]['layers'] == [[1.0, 0.0], [0.0, 1.0]] and result['accuracy'] == 0.5
+    lines = run('papers.path_usage', folder, here=True).stdout.splitlines()
+    assert len(seen) == 22 and all(idx[0, 0] == eot for idx in seen[2:])
+    assert lines[0] == f"{'Once upon a time, there was a little'!r:54}  0 -> 1"
+
+
+# gumbel1 gumbel2 share, prompt after prompt
+TABLE_6 = """
+    221 223 21 222 222 11 221 112 11 222 223 11 221 222 21
+    211 211 12 212 222 21 212 212 11 111 122 21 211 212 12
+    112 122 21 111 221 11 111 212 11 112 222 22 122 221 12
+    112 223 21 122 222 11 132 311 11 211 221 11 222 222 21""".split()
+
+
+def test_path_accuracy_of_table_6():
+    """The printed routes: ten stories (path 1), then ten of math (path 2). 3, the mix, is wrong."""
+    own = torch.tensor([0] * 10 + [1] * 10)
+    for column, accuracy in ((0, 24 / 60), (1, 28 / 60), (2, 20 / 40)):
+        choices = torch.tensor([[int(c) - 1 for c in way] for way in TABLE_6[column::3]])
+        assert abs(path_usage.path_accuracy(choices, own) - accuracy) < 1e-6
+
+
+# ---- prune_curve --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['toy_math', 'toy_pauses'])
+def test_pruned_and_scored_by_hand(run, data_dir, tmp_path, name):
+    """Counted on one half of val.bin, scored on the other; pauses are not scored"""
+    run('train.py', 'config/moduleformer.py', f'--data={name}', f'--data_dir={data_dir}',
+        f'--out_dir={tmp_path}/run', *ONE_STEP, here=True)
+    run('papers.prune_curve', tmp_path / 'run', '--thresholds', 0, 0.9,
+        f'--json={tmp_path}/c.json', here=True)
+    rows = json.loads((tmp_path / 'c.json').read_text())['rows']
+    model, _ = load_checkpoint(tmp_path / 'run')
+    tokens = as_tensor(load_bin(data_dir / name, 'val'), 'cpu')
+    half = len(tokens) // 2
+    pad = load_tokenizer(data_dir / name).pad
+    usage = count_usage(model, val_batches(tokens[:half], 128, 16, pad))
+    x, y = one_batch(tokens[half:], 128, pad)
+    all_parameters = sum(p.numel() for p in model.parameters())
+    for row, small in zip(rows, (model, prune_experts(model, usage, 0.9)[0]), strict=True):
+        with torch.no_grad():
+            assert abs(row['loss'] - small(x, y)[1].item()) < 1e-4
+        parameters = sum(p.numel() for p in small.parameters())
+        assert (row['parameters'], row['left']) == (parameters, parameters / all_parameters)
+        pools = [len(m.weight) for name, m in small.named_modules() if name.endswith('.A')]
+        assert row['modules'] == sum(pools) / (3 * (4 + 8))
+    assert rows[0]['left'] == 1 and rows[1]['left'] < 1
+
+
+# ---- eval_length --------------------------------------------------------------------------------
+
+
+def tiny_moduleformer():
+    torch.manual_seed(0)
+    config = moduleformer.Config(vocab_size=50, block_size=8, n_layer=2, n_embd=16, d_att=16,
+                                 d_ffd=16, n_att=2, n_ffd=2, top_k=1, n_head=2)
+    return shake(moduleformer.Model(config), 0.3)
+
+
+def test_loss_by_position_one_token_at_a_time():
+    model = tiny_moduleformer()
+    tokens = torch.randint(50, (70,)).short()
+    losses = eval_length.loss_by_position(model, tokens, 20, 9, 4, Machine('cpu'))
+    windows = [tokens[start:start + 21].long() for start in range(0, 50, 9)]
+    for t in (0, 1, 7, 8, 19):                           # one token, given all before it
+        with torch.no_grad():
+            logits = torch.cat([model(window[None, :t + 1])[0][:, -1] for window in windows])
+        nats = F.cross_entropy(logits, torch.stack([window[t + 1] for window in windows]))
+        assert math.isclose(losses[t].item(), nats.item(), rel_tol=1e-5)
+
+
+def test_with_memory():
+    """A segment sees the keys and values of the N tokens before it, which saw N before them"""
+    model = tiny_moduleformer()
+    tokens = torch.randint(50, (60,)).short()
+
+    def losses(**keys):
+        return eval_length.loss_by_position(model, tokens, 24, 35, 4, Machine('cpu'), **keys)
+    at_once, (none, few, many) = losses(), (losses(segment=8, memory=n) for n in (0, 4, 100))
+    torch.testing.assert_close(many, at_once)            # the memory holds all that came before
+    torch.testing.assert_close(few[:8], at_once[:8])     # nothing came before the first segment
+    second = torch.stack([tokens[start + 8:start + 17].long() for start in (0, 35)])
+    with torch.no_grad():
+        alone = model(second[:, :-1], second[:, 1:], reduction='none')[1].mean(0).double()
+    torch.testing.assert_close(none[8:16], alone)
+    assert (few[8:] - at_once[8:]).abs().max() > 1e-5 and (few[8:] - none[8:]).abs().max() > 1e-5
+
+
+def test_eval_length_as_a_user(run, smoke, tmp_path):
+    runs = smoke('config/moduleformer.py'), smoke('config/llama.py')
+    out = tmp_path / 'l.json'
+    done = run('papers.eval_length', *runs, '--length=160', '--stride=3000', f'--json={out}',
+               here=True)
+    lines = done.stdout.splitlines()
+    rows = json.loads(out.read_text())['runs']
+    assert [row['trained'] for row in rows] == [128, 64]
+    for row, column, line in zip(rows, (3, 4), (lines[6], lines[8])):
+        T, loss = row['trained'], row['loss']
+        means = [f'{np.mean(loss[a:b]):.4f}' for a, b in ((0, 64), (64, 128), (128, 160))]
+        assert [line.split()[column] for line in lines[2:5]] == means
+        change = np.mean(loss[T:]) - np.mean(loss[T // 2:T])
+        assert float(line.split()[-1]) == pytest.approx(change, abs=1e-4)
+    done = run('papers.eval_length', smoke('config/moep.py'), '--length=128', code=2)
+    assert 'table of 64 positions' in done.stderr
+
+
+# ---- depth --------------------------------------------------------------------------------------
+
+FEW = ['--eval_tokens=256', '--prompts=3', '--max_new_tokens=6', '--device=cpu']
+
+
+def first_windows(data_dir):
+    tokens = as_tensor(load_bin(data_dir / 'toy_stories', 'val'), 'cpu')
+    (x, y), = val_batches(tokens, 64, 4, -1, 256)
+    return x, y
+
+
+@torch.no_grad()
+def test_exits(run, smoke, data_dir, tmp_path):
+    """After every layer the same norm and head; drafts change the speed and nothing else"""
+    out = smoke('config/stlm_exit.py')
+    run('papers.depth', out, *FEW, f'--json={tmp_path}/d.json', here=True)
+    result = json.loads((tmp_path / 'd.json').read_text())
+    model, _ = load_checkpoint(out)
+    x, y = first_windows(data_dir)
+    for n, row in enumerate(result['exits'], 1):
+        states, *_ = model.run(model.wte(x), range(n), 0)
+        logits = F.linear(model.norm_f(states[-1]), model.wte.weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        assert math.isclose(row['loss'], loss.item(), rel_tol=1e-4)
+    assert n == 4 and math.isclose(row['loss'], model(x, y)[1].item(), rel_tol=1e-4)
+    assert [row['layers'] for row in result['drafts']] == [0, 1, 2, 3]
+    assert all(row['same'] == 3 for row in result['drafts']) and result['routed'] == {}
+
+
+@torch.no_grad()
+def test_causal_and_looking_ahead(run, smoke, data_dir, tmp_path):
+    out = smoke('config/stlm_depth.py')
+    run('papers.depth', out, *FEW, '--draft_layers=2', f'--json={tmp_path}/d.json', here=True)
+    routed = json.loads((tmp_path / 'd.json').read_text())['routed']
+    model, _ = load_checkpoint(out)
+    x, y = first_windows(data_dir)
+    for mode, training in (('forecast', False), ('top', True)):      # it has no dropout
+        loss = model.train(training)(x, y)[1].item()
+        assert math.isclose(routed[mode]['loss'], loss, rel_tol=1e-4)
+    assert set(routed['passed']) == {'layers.1', 'layers.3'}
+
+
+def test_all_drafts_are_kept():
+    """The other layers add nothing to the first, so they confirm what it drafts"""
+    config = STLMDepthConfig(vocab_size=37, block_size=32, n_layer=3, n_head=2, n_kv_head=1,
+                             n_embd=8, ffn_hidden=8, capacity=1.0)
+    model = STLMDepth(config).eval()
+    for layer in model.layers[1:]:
+        layer.proj.weight.data.zero_()
+        layer.down.weight.data.zero_()
+    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3, Machine('cpu'))
+    assert texts.shape == (2, 14) and kept == 1
+
+
+@pytest.mark.parametrize('script, message', [
+    ('path_usage', 'it has no paths'),
+    ('prune_curve', 'only a ModuleFormer'),
+    ('depth', 'not of stlm_depth')])
+def test_a_run_of_another_model(run, smoke, script, message):
+    assert message in run(f'papers.{script}', smoke('config/gpt2.py'), code=2).stderr
