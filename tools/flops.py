@@ -22,6 +22,6 @@ def training_flops(config, active, T):
     kinds = [kind.__name__ for kind in type(config).__mro__]
     widths = [ATTENTION[kind](config) for kind in kinds if kind in ATTENTION]
     if not widths:
-        raise UserError(f'tools/flops.py cannot count the attention of {kinds[0]}: add to ATTENTION '
-                        f"a line such as '{kinds[0]}': lambda c: c.n_layer * c.n_embd")
+        raise UserError(f'tools/flops.py cannot count the attention of {kinds[0]}: add to '
+                        f"ATTENTION a line such as '{kinds[0]}': lambda c: c.n_layer * c.n_embd")
     return 6 * active + 6 * widths[0] * T                # T / 2 earlier tokens
