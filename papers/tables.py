@@ -39,7 +39,8 @@ NAMES = dict(
         entropy='MoEP, `entropy`',
         printed='MoEP, `printed`',
         none='MoEP, no balance loss',
-        swiglu='MoEP-SwiGLU, `switch`'),
+        swiglu='MoEP-SwiGLU, `switch`',
+        swiglu_no_norm='MoEP-SwiGLU, no norm before its experts'),
     moep_controls=dict(
         gpt2='none: GPT-2',
         single='one block of full width, no router',
@@ -230,7 +231,7 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'BLiMP, `babylm2025`': lambda seeds: blimp(seeds, 'babylm2025'),
     'SST-2 (LoRA)': sst2,
     'choices that go unused': lambda seeds: ', '.join(
-        unused(run['evaluations'][-1]) for run in seeds if 'routes' in run),
+        unused(run['evaluations'][-1]) for run in seeds if 'unused' in run['evaluations'][-1]),
     'prompts whose path fits their domain': path_fits,
     'FLOPs per token or chunk': flops,
     'FLOPs per token, training': flops,

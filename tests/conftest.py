@@ -87,9 +87,10 @@ def smoke(data_dir, tmp_path_factory):
             starts = read_config(ROOT / config).get('init_from') or []
             for start in [starts] if isinstance(starts, str) else starts:
                 train(f"config/{start.removeprefix('out/')}.py")
-            run_script('train.py', ROOT / config, f'--data_dir={data_dir}', '--max_iters=2',
-                       '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
-                       '--sample_tokens=2', '--log_interval=1', cwd=folder, here=True)
+            with torch.enable_grad():                    # a test may be under no_grad
+                run_script('train.py', ROOT / config, f'--data_dir={data_dir}', '--max_iters=2',
+                           '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
+                           '--sample_tokens=2', '--log_interval=1', cwd=folder, here=True)
             runs[config] = folder / config.replace('config', 'out', 1).removesuffix('.py')
         return runs[config]
     return train

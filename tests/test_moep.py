@@ -105,7 +105,9 @@ def oracle(model, idx):
 
     def mixture(name, moe, x):
         def expert(e):
-            h = act(x @ moe.fc[e] + moe.fc_bias[e], True) if c.swiglu else x
+            if not c.swiglu:
+                return x @ moe.down[e] + moe.down_bias[e]
+            h = act(F.layer_norm(x, x.shape) @ moe.fc[e] + moe.fc_bias[e], True)
             return h @ moe.down[e] + moe.down_bias[e]
         return sum(g * expert(e) for e, g in choose(name, x, moe.router.linear.weight).items())
 
@@ -302,7 +304,7 @@ def test_initialisation(swiglu):
     assert abs(std['wte.weight'] - 0.02) < 1e-3 and abs(std['parallel.1.qkv'] - 0.02) < 1e-3
     for name in ('first.0.proj.weight', 'last.0.down.weight', 'parallel.0.proj', 'parallel.0.down'):
         assert abs(std[name] - 0.02 / math.sqrt(2 * 4)) < 1e-3, name
-    down = 0.02 * math.sqrt(2) / 0.6 / math.sqrt(512) if swiglu else 1 / math.sqrt(384)
+    down = 0.02 if swiglu else 1 / math.sqrt(384)
     assert abs(std['shrink.down'] / down - 1) < 0.02
     assert not any(p.any() for n, p in model.named_parameters() if n.endswith('bias'))
     sizes = []                                           # shrink and grow keep the stream's size

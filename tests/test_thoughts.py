@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import stlm
+from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_tokenizer,
-                                pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer, wrap_tokenizer)
+                                pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer,
+                                wrap_tokenizer)
 from prepare import write_data_set
 from test_stlm import Known, make, oracle, texts, whole
 from train import Data, as_tensor, load_bin, score_batches, val_batches
