@@ -36,7 +36,7 @@ from plumbing.cli import UserError, human, new_file, reading, run_main
 from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.muon import Muon, split_groups
 from plumbing.report import describe, show_plan, show_sample
-from plumbing.settings import make_config, read_settings
+from plumbing.settings import make_config, model_sources, read_settings
 from plumbing.shard import full_state, load_optimizer, recompute_blocks, shard, sync_gradients
 from plumbing.tokenizer import copy_tokenizer, load_meta, load_tokenizer
 
@@ -369,7 +369,7 @@ def save(path, it, model, data, s, machine, optimizer=None, memory=None, log_byt
         return
     state = dict(
         model=s.model, config=asdict(model.config), settings=asdict(s), iter=it, words=data.words,
-        tokenizer=data.tokenizer.hash, weights=weights,
+        tokenizer=data.tokenizer.hash, weights=weights, sources=model_sources(s.model),
         adapted=getattr(model, 'adapted', []),           # how to rebuild adapters (tools/lora.py)
         frozen=[name for name, p in model.named_parameters() if not p.requires_grad])
     if optimizer:

@@ -16,7 +16,6 @@ from the last checkpoint.
 import ast
 import difflib
 import json
-import re
 import shlex
 import statistics
 import subprocess
@@ -29,7 +28,8 @@ import torch
 from arena.entries import ENTRIES
 from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_sweep
 from plumbing.cli import Parser, UserError, between, run_main, write_json
-from plumbing.settings import ROOT, import_model, make_config, read_settings
+from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
+                               read_settings)
 from prepare import make_missing_toys
 from tools.flops import training_flops
 
@@ -94,19 +94,9 @@ def identify(stages, swept=None):
     """What an entry is, as its rows have it: its settings but the one that is swept, and a checksum
     of its code."""
     configs = [{key: value for key, value in stage.items() if key != swept} for stage in stages]
-    code = ''.join(read_code(stage['model']) for stage in stages)
+    sources = [text for stage in stages for text in model_sources(stage['model']).values()]
+    code = ''.join(map(code_of, sources))
     return dict(configs=json.loads(json.dumps(configs)), checksum=zlib.crc32(code.encode()))
-
-
-def read_code(name):
-    """A model file and what it imports of ours, without docstrings, comments and empty lines."""
-    path = ROOT / f"{name.replace('.', '/')}.py"
-    if not path.is_file():
-        return ''
-    text = path.read_text(encoding='utf-8')
-    code = re.sub(r'(?m)^\s*"""[\s\S]*?"""|\s*#.*$', '', text)
-    imports = re.findall(r'(?m)^(?:from|import) ([\w.]+)', text)
-    return '\n'.join(filter(str.strip, code.split('\n'))) + ''.join(map(read_code, imports))
 
 
 def has_changed(row, identity):

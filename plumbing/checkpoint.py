@@ -1,14 +1,19 @@
-"""Checkpoints: read, and built into a model. train.py writes them."""
+"""
+Checkpoints: read, and built into a model. train.py writes them.
+
+    python -m plumbing.checkpoint out/moep moep.py > old.py      # the model file as it was then
+"""
 
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import torch
 
 from plumbing.cli import UserError, reading
-from plumbing.settings import ROOT, import_model, make_config
+from plumbing.settings import ROOT, code_of, import_model, make_config, model_sources
 from plumbing.tokenizer import load_tokenizer
 
 
@@ -32,6 +37,12 @@ def read_checkpoint(path):
 def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and adapters. changes: of its config."""
     module = import_model(ckpt['model'])
+    sources = model_sources(ckpt['model'])
+    for file, text in ckpt.get('sources', {}).items():
+        if code_of(text) != code_of(sources.get(file, '')):
+            print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
+                  'code on the old weights. The old file: '
+                  f"python -m plumbing.checkpoint {ckpt['folder']} {file} > old.py", file=sys.stderr)
     model = module.Model(make_config(module, ckpt['config'] | changes))
     for name, args in ckpt['adapted']:                   # the config does not mention adapters
         model = find_surgery(name, module)(model, **args)
@@ -87,3 +98,7 @@ def find_surgery(surgery, module):
         raise UserError(f"there is no surgery '{surgery}': {module.__name__}.py has no function "
                         f'{name} of a model')
     return function
+
+
+if __name__ == '__main__':
+    print(read_checkpoint(sys.argv[1])['sources'][sys.argv[2]], end='')

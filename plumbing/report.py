@@ -2,6 +2,7 @@
 
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import human
+from plumbing.settings import ROOT
 
 
 def show_plan(model, data, it, last_step, s, machine):
@@ -40,13 +42,14 @@ def describe(model, data, steps, s, machine):
     """The first line of a run's log: what was run, and where."""
     total, active = model.count_params()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    git = subprocess.run('git rev-parse HEAD', shell=True, cwd=ROOT, capture_output=True, text=True)
     device = torch.cuda.get_device_name() if machine.cuda else str(machine.device)
     return dict(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), settings=asdict(s),
         config=asdict(model.config), parameters=total, active=active, trained=trained, steps=steps,
         tokens_per_step=data.rows * data.T, device=device, dtype=str(machine.dtype),
         processes=machine.world, torch=torch.__version__, python=platform.python_version(),
-        date=time.strftime('%Y-%m-%d %H:%M:%S'))
+        commit=git.stdout.strip(), date=time.strftime('%Y-%m-%d %H:%M:%S'))
 
 
 def show_sample(model, data, s, machine):

@@ -217,6 +217,24 @@ def import_model(name):
     return importlib.import_module(name)
 
 
+def model_sources(name):
+    """{file: text} of a model file, and of those of ours that it imports."""
+    file = name.replace('.', '/') + '.py'
+    if not (ROOT / file).is_file():
+        return {}
+    text = (ROOT / file).read_text(encoding='utf-8')
+    sources = {file: text}
+    for imported in re.findall(r'(?m)^(?:from|import) ([\w.]+)', text):
+        sources |= model_sources(imported)
+    return sources
+
+
+def code_of(text):
+    """Without docstrings, comments and empty lines."""
+    code = re.sub(r'(?m)^\s*"""[\s\S]*?"""|\s*#.*$', '', text)
+    return '\n'.join(filter(str.strip, code.split('\n')))
+
+
 def make_config(module, keys):
     """Its own asserts say what is wrong with the keys."""
     try:

@@ -533,6 +533,20 @@ INSERT = dict(COMMON, model='moduleformer', surgery='insert_experts',
               surgery_args=dict(n_att=1, n_ffd=1, router='partial'))
 
 
+def test_a_model_file_that_changed_is_named(tiny, tmp_path, capsys):
+    """Its code, not its comments: otherwise new code on old weights looks like an old result"""
+    tiny('run', max_iters=1)
+    file = tmp_path / 'run' / 'ckpt.pt'
+    ckpt = torch.load(file, weights_only=True)
+    text = (ROOT / 'moep.py').read_text(encoding='utf-8')
+    assert ckpt['sources'] == {'moep.py': text}
+    for before, says in ((text + '\n# a comment\n', False), (text.replace('top_k', 'k'), True)):
+        torch.save(dict(ckpt, sources={'moep.py': before}), file)
+        capsys.readouterr()
+        load_checkpoint(tmp_path / 'run')
+        assert ('moep.py has changed' in capsys.readouterr().err) == says
+
+
 def test_fine_tuning_starts_where_the_base_ended(tiny, tmp_path):
     tiny('base', max_iters=10)
     tiny('tuned', COMMON, init_from=tmp_path / 'base', max_iters=1, dropout=0.0)
