@@ -192,15 +192,13 @@ class AttentionModules(nn.Module):
 
     def keys_and_values(self, x, cache):
         """(B, H, S, d) each. A cache, a list of each layer's (k, v), is read and extended."""
-        k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
-        k, v = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v)]
+        maps = [x] if self.kv is None else self.kv(x).chunk(2, -1)      # [x]: keys are values
+        heads = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in maps]
+        if cache and self.layer < len(cache):
+            heads = [torch.cat((past, y), 2) for past, y in zip(cache[self.layer], heads)]
+        k, v = heads[0], heads[-1]
         if cache is not None:
-            if self.layer < len(cache):
-                past_k, past_v = cache[self.layer]
-                k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
-                cache[self.layer] = (k, v)
-            else:
-                cache.append((k, v))
+            cache[self.layer:self.layer + 1] = [(k, v)]         # replaces the old one, or extends
         return k, v
 
 

@@ -12,7 +12,7 @@ A config is a Python file of assignments, and `--key=value` overrides it. A key 
 names; it ends with `Config, Model = ...`, and docs/extending.md lists its methods.
 
 A run's folder holds ckpt.pt (everything needed to resume), ckpt_<words>.pt (weights at given word
-counts), log.jsonl (one JSON object per line) and a copy of the tokenizer.
+counts, to score or start from), log.jsonl (a JSON object per line) and a copy of the tokenizer.
 """
 
 import functools
@@ -51,6 +51,7 @@ class Data:
 
     def __init__(self, s, machine):
         self.s, self.machine = s, machine
+        # {name: (from, to[, passes])}: which part of each text, and how often an epoch reads it
         names = dict.fromkeys(s.data.split(','), (0.0, 1.0)) if isinstance(s.data, str) else s.data
         self.scored = s.eval_data.split(',') if isinstance(s.eval_data, str) else s.eval_data
         self.scored = self.scored or list(names)         # the data sets whose val.bin is scored
@@ -63,7 +64,7 @@ class Data:
             if meta['tokenizer']['hash'] != self.tokenizer.hash:
                 raise UserError(f'{self.folder.name} and {name} have different tokenizers: prepare '
                                 f'{name} again with --tokenizer {self.folder}')
-        self.slots = len(self.tokenizer.end)             # of a chunk of bytes; a token is one
+        self.slots = len(self.tokenizer.end)             # ids per unit: 1, or those of a byte chunk
         self.pad = self.tokenizer.pad                    # never a target
         self.noun = 'tokens' if self.slots == 1 else 'slots'
         self.token_lengths = torch.tensor([len(b) for b in self.tokenizer.token_bytes])
@@ -112,7 +113,7 @@ class Data:
             while passes > 0:                            # 2.5 passes: two full ones and half of one
                 offset = rng.integers(self.stride // self.slots) * self.slots
                 windows = np.arange(begin + offset, end - self.T, self.stride)
-                if not self.s.stream:
+                if not self.s.stream:                    # so that half of a pass is a random half
                     windows = rng.permutation(windows)
                 parts.append(windows[:math.ceil(len(windows) * min(passes, 1.0))])
                 passes -= 1
@@ -167,10 +168,11 @@ class Data:
                     size=len(self.tokens))
 
     def go_to(self, place):
-        if place.pop('size') != len(self.tokens):
+        if place['size'] != len(self.tokens):
             raise UserError('the text has changed since the run began: start a new one, with '
                             '--out_dir and --init_from')
-        vars(self).update(place)
+        self.epoch, self.position = place['epoch'], place['position']
+        self.seen, self.words = place['seen'], place['words']
         self.starts = self.order(self.epoch)
 
 
@@ -208,7 +210,7 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
     starts = torch.arange(0, len(tokens) - 1, seq_len, device=device)
     if eval_tokens:
         starts = starts[:max(1, eval_tokens // seq_len)]
-    starts = F.pad(starts, (0, -len(starts) % world), value=len(tokens))     # equal shares
+    starts = F.pad(starts, (0, -len(starts) % world), value=len(tokens))     # no targets in these
     for batch in starts[rank::world].split(batch_size):
         positions = batch[:, None] + torch.arange(seq_len + 1, device=device)
         window = tokens_at(tokens, positions.clamp(max=len(tokens) - 1))
@@ -343,21 +345,31 @@ def freeze(model, ckpt):
 
 
 def find_run(out, s, keys, machine):
-    """The checkpoint that --resume continues, or None. A resumed run keeps its model and data."""
+    """The checkpoint that --resume continues, or None if a new run starts. A resumed run keeps its
+    model and data; what else has changed is printed."""
+    if (out / 'train.bin').exists():
+        raise UserError(f'{out} is a data set: set another --out_dir')
     is_plan = s.max_iters == 0 and not s.surgery
-    if is_plan or s.overwrite or not (out / 'ckpt.pt').exists():
+    if is_plan or s.overwrite or not any(out.glob('ckpt*.pt')):
         return None
     if not s.resume:
         raise UserError(f'{out} already holds a run: add --resume to continue it, --overwrite to '
                         'start over, or set another --out_dir')
+    if not (out / 'ckpt.pt').exists():
+        return None
     ckpt = read_checkpoint(out)
+    fixed = {'model', 'data', 'seed', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words',
+             'batch_size', 'gradient_accumulation_steps', 'optimizer', 'processes', *keys}
     before = ckpt['config'] | ckpt['settings'] | dict(processes=len(ckpt['ranks']))
-    now = asdict(s) | dict(processes=machine.world) | ({} if s.surgery else keys)
-    for key in ('model', 'data', 'seed', 'seq_len', 'stride', 'stream', 'memory', 'epoch_words',
-                'batch_size', 'gradient_accumulation_steps', 'optimizer', 'processes', *keys):
-        if key in now and now[key] != before.get(key):
-            raise UserError(f'{out} has {key} = {before.get(key)!r}, not {now[key]!r}: resume with '
-                            'the same, or start anew with --out_dir and --init_from')
+    now = asdict(s) | dict(processes=machine.world)
+    if not s.surgery:                                    # it may have changed the model's keys
+        now |= keys
+    for key in [key for key in now if key in before and now[key] != before[key]]:
+        if key in fixed:
+            raise UserError(f'{out} has {key} = {before[key]!r}, not {now[key]!r}: resume with the '
+                            'same, or start anew with --out_dir and --init_from')
+        if key not in ('resume', 'overwrite', 'out_dir'):
+            machine.say(f'resume    {key} was {before[key]!r}, is now {now[key]!r}')
     return ckpt
 
 
@@ -403,7 +415,7 @@ def train_step(model, optimizer, data, s, machine, starts, memory=None):
         if not s.aux_weights.keys() <= aux.keys():
             raise UserError(f'aux_weights names {[*s.aux_weights]}, but {s.model} returns {[*aux]}')
         objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
-        if memory:                                       # the next segment reads these
+        if memory:                      # the model has added its keys and values
             memory[a] = [last_keys(k, v, s.memory) for k, v in memory[a]]
         (objective / accumulate).backward()
         for name, value in dict(aux, loss=loss).items():
@@ -414,7 +426,7 @@ def train_step(model, optimizer, data, s, machine, starts, memory=None):
 
 
 def last_keys(k, v, n):
-    """Copies, so that nothing else of the step stays in memory."""
+    """The last n, as copies: a view would keep all of them in memory."""
     last = k[:, :, -n:].detach().clone()
     return last, last if v is k else v[:, :, -n:].detach().clone()
 
@@ -489,21 +501,20 @@ def main():
         data.go_to(ckpt['data'])
     last_step = s.max_iters or data.steps()
     show_plan(model, data, it, last_step, s, machine)
-    if s.max_iters == 0 and not s.surgery:
-        return machine.close()
-    if s.memory or data.T > model.config.block_size:
-        if context_limit(model.eval()):
-            raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, set no '
-                            'memory, or take a model such as moduleformer')
-        model.train()
-    if s.max_iters == 0:                                 # the surgery alone
-        last_step = 0
+    if s.max_iters == 0:
+        if not s.surgery:                                # the plan was all
+            return machine.close()
+        last_step = 0                                    # the surgery alone
+    if (s.memory or data.T > model.config.block_size) and context_limit(model.eval()):
+        raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, set no '
+                        'memory, or take a model such as moduleformer')
 
     # optimiser, compiled step, and the rest of the run's state
-    model.to(machine.device)
+    model.to(machine.device).train()
     if s.checkpoint_activations:
         recompute_blocks(model)
-    if s.shard and machine.world > 1:
+    is_sharded = s.shard and machine.world > 1
+    if is_sharded:
         shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
     memory = None                       # with --memory: keys and values of each micro-batch's past
@@ -520,17 +531,17 @@ def main():
     if s.dropout_schedule != 'constant':
         if not (hasattr(model, 'set_dropout') and model.config.dropout):
             raise UserError('dropout_schedule needs a model with set_dropout, and dropout above 0')
-        model.set_dropout(0.0)          # makes the rate a tensor: changing it recompiles nothing
-    eager = s.shard or s.checkpoint_activations          # their hooks cannot be compiled
+        model.set_dropout(0.0)          # a tensor from now on: the loop sets it without recompiling
+    eager = is_sharded or s.checkpoint_activations       # their hooks cannot be compiled
     by_default = machine.cuda and last_step - it >= 200  # compiling takes half a minute
     compiles = not eager and (by_default if s.compile is None else s.compile)
     trained = model
     if compiles:                        # as one graph takes longer, and pays only in a long run
         trained = compile_model(model, as_one_graph=last_step - it >= 50_000)
-    if machine.world > 1 and not s.shard:                # copies that add up their gradients
+    if machine.world > 1 and not is_sharded:             # copies that add up their gradients
         trained = torch.nn.parallel.DistributedDataParallel(trained)
     step = functools.partial(train_step, trained, optimizer, data, s, machine)
-    if not (s.memory or eager):         # what the memory holds is new in each step
+    if not (s.memory or eager):         # a graph needs tensors that stay: memory is new each step
         step = CUDAGraphStep(step, machine, wanted=s.graph)
 
     # the run's folder
@@ -579,7 +590,7 @@ def main():
             model.set_dropout(scheduled['dropout'])
         starts = data.next_starts()
         if s.memory:
-            if starts[0] < data.stride:                  # the text begins: nothing came before
+            if starts[0] < data.stride:                  # row 0 is back at the text's beginning
                 memory = [[] for _ in range(s.gradient_accumulation_steps)]
             mean, norm = step(starts, memory)
         else:
@@ -601,8 +612,9 @@ def main():
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {human(rate)} {data.noun}/s")
             if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {human(rate)} {data.noun}/s")
-        slack = data.words / it if it >= last_step else 0        # the last step may not be full
-        while pending and data.words + slack >= pending[0]:
+        words_per_step = data.words / it                 # steps are rounded down: the last may miss
+        reached = data.words + (words_per_step if it >= last_step else 0)    # its target by one
+        while pending and reached >= pending[0]:
             check_finite(mean, norm, it, out)
             save(out / f'ckpt_{human(pending.pop(0))}.pt', it, model, data, s, machine)
     bar.close()
@@ -641,9 +653,8 @@ def check_finite(mean, norm, it, out):
 def open_log(out, ckpt, s):
     """log.jsonl, without the lines that a killed run wrote after its last checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
-    if not ckpt:
-        for old in out.glob('ckpt*.pt'):                 # there are some only with --overwrite
-            old.unlink()
+    for old in out.glob('ckpt*.pt') if s.overwrite else []:
+        old.unlink()
     log = open(out / 'log.jsonl', 'a', encoding='utf-8')
     log.truncate(min(ckpt['log_bytes'], log.tell()) if ckpt else 0)
     log.seek(0, os.SEEK_END)

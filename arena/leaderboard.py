@@ -87,7 +87,7 @@ def verdict(bits, other):
         return 'one seed: no test'
     p = welch(bits, other)
     word = 'better' if statistics.mean(bits) < statistics.mean(other) else 'worse'
-    return f"{word if p < SURE else 'open'}, p = {p:.3g}"    # with two digits, 0.00998 reads 0.01
+    return f"{word if p < SURE else 'no clear difference'}, p = {p:.3g}"
 
 
 # ---- Tables -------------------------------------------------------------------------------------
@@ -95,9 +95,8 @@ def verdict(bits, other):
 def table(track, key, results):
     """The cells of a class: the header, then its entries, the best first. results: the folder of
     arena_TRACK.jsonl."""
-    yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'tokens/s',
-           'minutes', 'val loss', 'bits per byte', 'pairs `harness`', 'pairs `babylm2025`',
-           'against the dense entry']
+    yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'bits per byte',
+           'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
     entries = {}
     for name, seeds in read_results(track, results).items():
         rows = list(seeds.values())
@@ -116,9 +115,6 @@ def table(track, key, results):
             f"{scores['parameters'][0] / 1e6:.2f}",
             f"{scores['active'][0] / 1e6:.2f}",
             f"{scores['flops_per_token'][0] / 1e6:.2f}",
-            spread(scores['tokens_per_s'], digits=0),
-            spread(scores['minutes']),
-            spread(scores['loss'], digits=3),
             spread(scores['bits_per_byte'], digits=4),
             spread(scores['harness']),
             spread(scores['babylm2025']),

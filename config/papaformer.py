@@ -11,7 +11,8 @@ n_embd = 96
 n_parallel = 3
 path_embd = [48, 48]
 path_head = [2, 2]
-connection = 'share'            # gumbel1 or gumbel2: add --aux_weights="dict(entropy=0.01, load=0.01)"
+# gumbel1 or gumbel2: add --aux_weights="dict(entropy=0.01, load=0.01)"
+connection = 'share'
 
 epochs = 2
 batch_size = 8

@@ -104,7 +104,8 @@ def moep():
 
 def moep_routes():
     """Each block's and expert's share of its layer's picks at the end, largest first."""
-    routed = {kind: seeds[0] for kind, seeds in runs('moep').items() if kind != 'gpt2'}
+    routed = {kind: seeds[0] for kind, seeds in runs('moep').items()
+              if kind not in ('gpt2', 'swiglu_no_norm')}
     figure, axes = plt.subplots(1, len(routed), figsize=(13, 3.6), sharey=True)
     for axis, (kind, run) in zip(axes, routed.items()):
         routes = run['routes']

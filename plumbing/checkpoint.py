@@ -5,7 +5,6 @@ Checkpoints: read, and built into a model. train.py writes them.
 """
 
 import importlib
-import inspect
 import re
 import sys
 from pathlib import Path
@@ -41,8 +40,8 @@ def build_model(ckpt, device='cpu', **changes):
     for file, text in ckpt.get('sources', {}).items():
         if code_of(text) != code_of(sources.get(file, '')):
             print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
-                  'code on the old weights. The old file: '
-                  f"python -m plumbing.checkpoint {ckpt['folder']} {file} > old.py", file=sys.stderr)
+                  'code on the old weights. The old file: python -m plumbing.checkpoint '
+                  f"{ckpt['folder']} {file} > old.py", file=sys.stderr)
     model = module.Model(make_config(module, ckpt['config'] | changes))
     for name, args in ckpt['adapted']:                   # the config does not mention adapters
         model = find_surgery(name, module)(model, **args)
@@ -81,7 +80,7 @@ def context_limit(model):
     device = next(model.parameters()).device
     try:
         model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))
-    except (AssertionError, IndexError, RuntimeError, ValueError):       # an assert, a table, a mask
+    except (AssertionError, IndexError, RuntimeError, ValueError):  # an assert, a table, a mask
         return model.config.block_size
 
 
@@ -89,15 +88,13 @@ def find_surgery(surgery, module):
     """A function of a model, or of several, by its name in the model's own file or, as
     tools.lora.add_lora, in another of this project."""
     file, _, name = surgery.rpartition('.')
+    file = file or module.__name__
     path = ROOT / f"{file.replace('.', '/')}.py"
-    if re.fullmatch(r'((tools|arena)\.)?\w+', file) and path.is_file():
-        module = importlib.import_module(file)
-    function = getattr(module, name, None)
-    arguments = inspect.signature(function).parameters if inspect.isfunction(function) else []
-    if not {*arguments} & {'model', 'models', 'paths'}:
-        raise UserError(f"there is no surgery '{surgery}': {module.__name__}.py has no function "
-                        f'{name} of a model')
-    return function
+    is_ours = re.fullmatch(r'((tools|arena)\.)?\w+', file) and path.is_file()
+    definition = rf'(?m)^def {re.escape(name)}\((model|models|paths)\b'
+    if not (is_ours and re.search(definition, path.read_text(encoding='utf-8'))):
+        raise UserError(f"there is no surgery '{surgery}': {file}.py has no function {name}(model)")
+    return getattr(importlib.import_module(file), name)
 
 
 if __name__ == '__main__':

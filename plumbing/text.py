@@ -44,7 +44,7 @@ def read_rows(path, names, hint=''):
         yield number, row
 
 
-# ---- Articles of a Wikimedia dump as plain text -----------------------------------------------------
+# ---- Articles of a Wikimedia dump ---------------------------------------------------------------
 
 # Each pattern removes what lies innermost; applied again, what lies around it. None looks past the
 # next opening of its own kind: a text with many that never close would take quadratic time.

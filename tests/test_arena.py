@@ -18,6 +18,7 @@ from arena import __main__ as arena
 from arena import leaderboard
 from arena.entries import ENTRIES
 from conftest import ROOT, run_here
+from plumbing import settings
 from plumbing.cli import UserError
 from plumbing.settings import import_model, make_config, read_settings
 from tools.flops import training_flops
@@ -110,8 +111,8 @@ def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
     _, title, header, first, second, *_, last = tables.splitlines()
     assert title == 'Equal parameters' and header.startswith('  entry')
     assert first.startswith('> gpt2') and first.endswith('the dense entry')
-    assert second.startswith('> mine') and second.endswith('open, p = 1')
-    assert last.startswith('gpt2 against mine: ') and last.endswith('open, p = 1')
+    assert second.startswith('> mine') and second.endswith('no clear difference, p = 1')
+    assert last.startswith('gpt2 against mine: ') and last.endswith('no clear difference, p = 1')
 
 
 def test_what_a_row_says(home, called):
@@ -213,17 +214,15 @@ def test_changed_settings_are_not_mixed(home, called):
 
 def test_changed_code_is_said(home, called, monkeypatch):
     """Of the model file and of what it imports; comments and docstrings are no code."""
-    monkeypatch.setattr(arena, 'ROOT', home)
-    (home / 'arena').mkdir()
-    (home / 'moep.py').write_text('import torch\nfrom arena.parts import x\n')
-    parts = home / 'arena/parts.py'
-    parts.write_text('x = 1\n')
+    assert settings.model_sources('arena.noisy').keys() == {'arena/noisy.py', 'moep.py'}
+    sources = {'mine.py': 'x = 1\n'}
+    monkeypatch.setattr(arena, 'model_sources', lambda name: sources)
     identity = arena.identify([TINY])
     go(home, 'mine', '--seeds=1')
-    parts.write_text('"""Parts,\n\nin two lines."""\n\nx = 1      # one\n')
+    sources['mine.py'] = '"""Parts,\n\nin two lines."""\n\nx = 1      # one\n'
     assert arena.identify([TINY]) == identity
     assert 'changed' not in go(home, 'mine', '--seeds=1')
-    parts.write_text('x = 2\n')
+    sources['mine.py'] = 'x = 2\n'
     assert arena.identify([TINY]) != identity
     assert 'mine: settings or code have changed' in go(home, 'mine', '--seeds=1')
 
@@ -373,8 +372,8 @@ def test_every_column_has_its_own_score(tmp_path):
     header, row = leaderboard.table('baby', 'parameters', tmp_path)
     assert dict(zip(header, row, strict=True)) == {
         'entry': 'mine', 'seeds': '1', 'parameters, M': '28.00', 'active, M': '20.00',
-        'MFLOPs per token': '90.00', 'tokens/s': '400,000', 'minutes': '7.0', 'val loss': '3.200',
-        'bits per byte': '1.2500', 'pairs `harness`': '66.0', 'pairs `babylm2025`': '65.0',
+        'MFLOPs per token': '90.00', 'bits per byte': '1.2500', 'pairs `harness`': '66.0',
+        'pairs `babylm2025`': '65.0',
         'against the dense entry': '-'}
 
 
@@ -401,4 +400,4 @@ def test_tables(tmp_path):
         ('parameters', 'dense', '3', '1.2510 ± 0.0010', 'the dense entry'),
         ('parameters', 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
         ('flops_per_token', 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
-        ('flops_per_token', 'bad', '2', '1.4025 ± 0.0035', f'open, p = {r:.3g}')]
+        ('flops_per_token', 'bad', '2', '1.4025 ± 0.0035', f'no clear difference, p = {r:.3g}')]
