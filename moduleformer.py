@@ -17,19 +17,21 @@ removes modules that a domain rarely uses: before fine-tuning or, with `concentr
 
 What to look at first: `stick_weights`, `Router`, then `AttentionModules.forward`. You can
 skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
-Measured (40M words of BabyLM-style text, three seeds): 3.437 nats per token, BLiMP 69.6; a dense
-model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2 (docs/results.md).
+Measured (four epochs of 10M words of BabyLM-style text, three seeds): 3.437 nats per token,
+BLiMP 69.6; a dense model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2
+(docs/results.md).
 
 Departures from the paper, and choices that it leaves open:
 - Eq. 3 has no scale. We divide z by sqrt(d), and a module has several heads, as in IBM's release.
 - Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
   information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Do not
-  also add `concentration`, H(m): mi is H(m|x) - H(m), and their sum would not balance the load.
+  also add `concentration`, H(m): mi is H(m|x) - H(m), and their plain sum would balance nothing.
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
   does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
   --stream --memory=T`). A token sees up to 2T tokens itself (5.1), N_L*T through N_L layers (3.2).
-- Not given in the paper: LayerNorm, exact GELU, no biases, untied head, `init_weights`, `dropout`.
+- Not given in the paper: LayerNorm, exact GELU, no biases, `init_weights`, `dropout`. An untied
+  head follows from Table 4's counts. p(m) of Eq. 7 is a micro-batch's, as in IBM's release.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module (row r:
@@ -335,9 +337,9 @@ class ModuleFormer(nn.Module):
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. `partial` (new data
     only) trains the new modules and their embeddings A'. `full` (old and new data mixed) also
-    trains A, B, the token embedding and (our choice) the head. At first the loss rises, as tokens
-    choose untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative old
-    logit."""
+    trains A, B, the token embedding and the head (Table 4's 266M). At first the loss rises, as
+    tokens choose untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative
+    old logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if n_att + n_ffd == 0:

@@ -11,12 +11,14 @@ Every block of a parallel layer runs on every token: unlike a sparse mixture, it
 computation. The variants differ in the Connection, which joins the blocks' outputs. `share`
 concatenates them and maps them to the width of a path (after the last layer to 256, so it has no
 `grow`). `gumbel1` and `gumbel2` have a router: for each token it picks one path's output or a
-linear mix of all. It reads that mix (1) or the concatenation (2). `n_parallel=0` makes a plain
-LLaMA: a baseline, or a path.
+linear mix of all. gumbel1's router reads that mix, gumbel2's the concatenation. `n_parallel=0`
+makes a plain LLaMA: a baseline, or a path. A composed model does not start from what its paths
+knew: its first layers, shrink and connections are new.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
 Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
-and 3.114 nats, a dense LLaMA of width 192 in as many steps 2.241 and 2.595 (docs/results.md).
+and 3.114 nats, a dense LLaMA of width 192, in as many steps as paths and composed model together,
+2.241 and 2.595 (docs/results.md).
 
 Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller ones):
 - The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and

@@ -16,8 +16,8 @@ layer's state. `upcycle` makes Table 5's rival, the usual mixture of FFNs.
 
 What to look at first: `SelfMoE.states`, where Eq. 2 is computed, then `select_gates`.
 Measured (three seeds, docs/results.md): a model of 31.6M parameters, fine-tuned on math, has 2.436
-nats per token without gates, 2.431 with matrix gates (32.1M; 2.450 after `select_gates`), and 2.405
-as a mixture (36.0M). In the paper's Table 5 gates beat the mixture.
+nats per token without gates, 2.431 with matrix gates (32.1M), and 2.405 as a mixture (36.0M). In
+the paper's Table 5 gates beat the mixture.
 
 Departures from the paper, and gaps it leaves:
 - Eq. 5 as printed removes the gates that lower perplexity and keeps the others (rule `printed`).
@@ -34,6 +34,8 @@ Departures from the paper, and gaps it leaves:
   it weighted the copies equally, they would get equal gradients forever. A token's K weights sum to
   1, so the mixture starts as its base, up to rounding. At K = 1 only the balance loss trains the
   router.
+- The paper starts from trained models of 1.3B to 8B parameters; here the base is trained first.
+- train.py decays matrix gates, but not vector and scalar gates, as they are no matrices.
 - No sliding-window attention, which Mistral has.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T

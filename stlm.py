@@ -1,7 +1,7 @@
 """
 Super Tiny Language Models (Guertler, Hillier et al. 2024, "Super Tiny Language Models").
 
-A LLaMA-style Transformer of 56M parameters, and two ways to make it smaller:
+A LLaMA-style Transformer of 56M parameters (the paper: 50M), and two ways to make it smaller:
 - Bytes (section 5.2). Nearly half of the baseline is its table of 50,257 embeddings. Here, a BPE
   tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk into
   one vector, the core is causal over chunks, and a small decoder spells the next chunk:
@@ -24,11 +24,13 @@ that a slot cannot hold has probability 0, so all possible chunks sum to 1; as a
 
 Departures from the paper, and gaps it leaves:
 - Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
-  spells all bytes at once (`parallel`): 3.637 bits per byte. Our `causal` also reads earlier bytes.
+  spells all bytes at once (`parallel`); our model then has 3.637 bits per byte. Our `causal` also
+  reads earlier bytes.
 - It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
   and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
 - The core first reads a learned vector, from which the first chunk of a window is predicted.
-- Table 1 gives no number of key and value heads; 4 is the release's `group_size`.
+- Table 1 gives no number of key and value heads. The release has 4 query heads to each.
+- The release has no dropout on the FFN branch, and no smaller start for maps into the stream.
 
 Dimension letters: B batch, T sequence (tokens, symbols or the core's vectors), C chunks, L slots of
 a chunk, D width, d width of the byte parts or of one head, H heads, V vocabulary.

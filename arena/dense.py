@@ -15,7 +15,7 @@ equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
 What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast paths", the last
 section: where it is used, a comment says in plain code what it computes.
-Measured on the toy stories (0.5M tokens, three seeds, each at its best learning rate): dense loss
+Measured on the toy stories (0.5M tokens, three seeds, each at the rate its sweep chose): dense loss
 1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
 1.256 bits per byte, with Muon 1.233 (docs/arena.md).
 

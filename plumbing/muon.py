@@ -14,7 +14,7 @@ import torch
 MOMENTUM = 0.95
 QUINTIC = 3.4445, -4.7750, 2.0315        # Jordan's: steep at 0, so small singular values grow fast
 # Tables, or stored as (in, out).
-BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora'}
+BY_ADAMW = {'wte', 'wpe', 'position', 'head', 'lm_head', 'router', 'lora', 'adapters'}
 
 
 def split_groups(groups, model, rate):
