@@ -1,5 +1,5 @@
 """The byte-level Super Tiny model on the toy stories, in chunks of at most 8 bytes.
---decoder=parallel is the paper's decoder, as we read it."""
+--decoder=parallel spells all bytes of a chunk at once, as the authors' release does."""
 model = 'stlm'
 data = 'toy_bytes'
 

@@ -1,8 +1,8 @@
 """
 Draw the plots of docs/*.md from papers/results/*.jsonl (needs matplotlib).
 
-    python papers/plots.py               # all of them
-    python papers/plots.py moep arena    # some
+    python -m papers.plots               # all of them
+    python -m papers.plots moep arena    # some
 """
 
 import statistics
@@ -13,8 +13,8 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
 
-import tables
-from tables import NAMES, group, read, runs
+from papers import tables
+from papers.tables import NAMES, group, read, runs
 
 
 def band(axis, steps, runs, label, **style):

@@ -96,10 +96,9 @@ def test_commands_name_what_exists(page):
 
 
 @pytest.mark.slow
-def test_plots_are_drawn(monkeypatch):
+def test_plots_are_drawn():
     pytest.importorskip('matplotlib')
-    monkeypatch.syspath_prepend(ROOT / 'papers')
-    import plots
+    from papers import plots
     for draw in plots.ALL:
         figure = draw()
         assert all(axis.has_data() for axis in figure.axes)

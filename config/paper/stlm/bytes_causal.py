@@ -3,7 +3,7 @@
     python prepare.py simplewiki --name simplewiki_chunks --chunks
     python train.py config/paper/stlm/bytes_causal.py
 
---decoder=parallel decodes all bytes of a chunk at once, as we read the paper.
+--decoder=parallel decodes all bytes of a chunk at once: the release's way, with other depths.
 """
 model = 'stlm'
 data = 'simplewiki_chunks'
