@@ -1,6 +1,6 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models:
 what a forward pass returns, causality, caches, batches, targets, routes, configs, initialisation,
-sampling."""
+sampling. (In test_arena_routers.py the routers of arena/ pass tools.check instead.)"""
 
 import importlib
 import json
@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from oracles import has_limit, slots, uncached
-
-MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth', 'arena.dense']
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
@@ -59,16 +57,6 @@ CASES = {
 }
 ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth',
             'dense']
-
-
-for idea in ('bias', 'hash', 'noisy', 'shared', 'sigmoid', 'zloss'):
-    CASES[f'moep_{idea}'] = (f'arena.{idea}', dict(MOEP, n_parallel=1),
-                             {'shrink': 3, 'parallel.0': 4, 'grow': 3})
-for idea in ('bias', 'noisy', 'sigmoid', 'zloss'):
-    settings = dict(POOLS, n_layer=1, router=idea)
-    CASES[f'moduleformer_{idea}'] = ('arena.moduleformer_routers', settings,
-                                     {'blocks.0.att': 4, 'blocks.0.ffd': 5})
-ROUTERS = [name for name, (module, _, _) in CASES.items() if module not in MODELS]
 ALL = pytest.mark.parametrize('name', CASES)
 EACH = pytest.mark.parametrize('name', ONE_EACH)
 
@@ -228,7 +216,7 @@ def test_cache_in_pieces(name):
 
 
 @pytest.mark.parametrize('start', [3, 22])
-@pytest.mark.parametrize('name', [name for name in CASES if name not in ROUTERS])
+@ALL
 def test_cached_generation_is_uncached(name, start):
     """Past the context length, and from a prompt that is longer than it."""
     model = make(name, scale=0.4, seed=2)
