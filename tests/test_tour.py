@@ -1,5 +1,5 @@
-"""docs/tour.md: every command of the page runs, and prints what the page shows. Runs are shorter and
-fewer than on the page, so numbers that come from them are not compared."""
+"""docs/tour.md: every command of the page runs, and prints what the page shows. Runs are shorter
+and fewer than on the page, so numbers that come from them are not compared."""
 
 import os
 import re
