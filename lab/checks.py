@@ -292,7 +292,7 @@ def slow_stick(z_TT):
 
 
 def stick_is_broken(ex):
-    """the weights that a loop over the keys finds: 1/8, 1/4, 1/2 in the example; 0 for later keys"""
+    """the weights that a loop over the keys finds: 1/8, 1/4, 1/2 in the example; later: 0"""
     for z in (torch.zeros(3, 3), 2 * randn(7, 7)):
         expect_same(ex.log_stick_weights(z).exp(), slow_stick(z),
                     '(exp of what you return.) Key i takes its share of what the keys after it, '

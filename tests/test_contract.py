@@ -268,16 +268,6 @@ def test_count_of_all_parameters(name):
     assert total == sum(p.numel() for p in model.parameters()) and active > 0
 
 
-@pytest.mark.parametrize('name, lookup', [
-    ('gpt2', 'wpe'), ('llama', 'wte'), ('papaformer', 'wte'), ('selfmoe', 'wte'), ('stlm', None),
-    ('stlm_bytes', None), ('stlm_exit', None), ('dense', None)])
-def test_count_of_active_parameters(name, lookup):
-    """Where nothing is routed or shared: all but a table that is only looked up."""
-    model = build(name)
-    total, active = model.count_params()
-    assert total - active == (getattr(model, lookup).weight.numel() if lookup else 0)
-
-
 @ALL
 def test_config_rebuilds_the_model(name):
     """Also after it was written as JSON; the state dict fits, and the new model computes the
@@ -301,6 +291,19 @@ def test_every_parameter_is_initialised(name):
         torch.use_deterministic_algorithms(False)
     for tensor, value in model.state_dict().items():
         assert not value.isnan().any(), tensor
+
+
+@pytest.mark.parametrize('name, wrong', [
+    ('moep', dict(n_head=5)), ('moep', dict(top_k=4)), ('moep', dict(balance='swich')),
+    ('papaformer', dict(path_head=[2])), ('gumbel2', dict(path_embd=[8, 4])),
+    ('moduleformer', dict(n_head=3)), ('moduleformer', dict(n_att=[1, 4])),
+    ('moduleformer', dict(identity_kv=True)), ('mixture', dict(top_k=5)),
+    ('selfmoe', dict(n_kv_head=3)), ('stlm', dict(lora_rank=2)),
+    ('stlm_bytes', dict(byte_limit=12)), ('stlm_depth', dict(capacity=1.1)),
+    ('stlm_depth', dict(route_every=1))])
+def test_config_errors(name, wrong):
+    with pytest.raises((AssertionError, ValueError)):
+        build(name, **wrong)
 
 
 # ---- Chance --------------------------------------------------------------------------------------

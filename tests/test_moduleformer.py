@@ -256,28 +256,6 @@ def test_oracle(changes):
     same_routes(model.routes(x), gates)
 
 
-@pytest.mark.parametrize('changes', [WIDE, dict(new=(1, 1))], ids=str)
-def test_all_tokens_to_the_same_modules(changes):
-    """The most unequal groups there can be: no token is dropped; idle modules have gradients of
-    zero."""
-    model, x = make(**changes), tokens(3, 8)
-    with torch.no_grad():
-        for b in model.blocks:
-            for router in (b.att.router, b.ffd.router):
-                router.A.weight.mul_(0.01)
-                router.A.weight[1] += 40
-                router.A.weight[2] += 20
-    logits, _, gates = oracle(model, x)
-    assert all(sorted(g) == [1, 2] for log in gates.values() for g in log)
-    assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-10)
-    model(x, x.roll(-1, 1))[1].backward()
-    for b in model.blocks:
-        for stack in (b.att.q, b.att.o, b.ffd.fc, b.ffd.down):
-            for e, grad in enumerate(stack.weight.grad):
-                assert (grad.abs().max() > 0) == (e in (1, 2))
-            assert stack.inserted is None or (stack.inserted.grad == 0).all()
-
-
 @pytest.mark.parametrize('T', [12, 1])                   # one token leaves modules without work
 def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
     rows = []
@@ -405,13 +383,6 @@ def test_sizes_of_the_paper(n_layer, top_k, total, active):
                 assert abs(trained / (millions * 1e6) - 1) < 0.01
 
 
-@pytest.mark.parametrize('wrong', [
-    dict(n_head=3), dict(n_att=[1, 4]), dict(identity_kv=True)], ids=str)
-def test_config_errors(wrong):
-    with pytest.raises((AssertionError, ValueError)):
-        ModuleFormerConfig(**{**SMALL, **wrong})
-
-
 # ---- Insertion -----------------------------------------------------------------------------------
 
 
@@ -502,7 +473,8 @@ def forced(new=0):
     """A model whose routes can be read off TABLE: tokens are one-hot, no module writes, a router
     looks its token up. In the second layer the modules stand in reverse. The last `new` of them are
     inserted ones."""
-    c = dict(vocab_size=6, n_embd=6, n_att=4 - new, n_ffd=5 - new, d_att=6, n_head=2, d_router=6)
+    c = dict(vocab_size=6, n_embd=6, n_att=4 - new, n_ffd=5 - new, d_att=6, n_head=2, d_router=6,
+             dropout=0.5)                                # not while usage is counted
     model = ModuleFormer(ModuleFormerConfig(**{**SMALL, **c}))
     model = insert_experts(model, new, new) if new else model
     with torch.no_grad():
@@ -631,14 +603,6 @@ def test_pruning_defaults():
     usage = {name: counts[:gate.size(-1)] for name, gate in model.routes(tokens()).items()}
     assert [row['after'] for row in prune_experts(model, usage)[1]] == [3] * 4
     assert [row['after'] for row in prune_experts(model, usage, normalise='sum')[1]] == [2] * 4
-
-
-def test_usage_is_counted_without_dropout():
-    model, x = make(dropout=0.5).train(), tokens()
-    usage = count_usage(model, [(x, x)])
-    assert model.training
-    for name, count in count_usage(make(), [(x, x)]).items():
-        assert torch.equal(usage[name], count)
 
 
 class SharpRouter(Router):

@@ -77,16 +77,6 @@ def test_the_seed_decides_the_order(tmp_path):
     assert a == c != b and sorted(a) == sorted(b)
 
 
-def test_chunk_stream(tmp_path):
-    docs = words_corpus()
-    write_data_set(tmp_path / 'c', as_train(docs), 290, ('chunks', 4), val_fraction=.1)
-    texts = documents(tmp_path / 'c', 'train') + documents(tmp_path / 'c', 'val')
-    assert sorted(texts) == sorted(docs)
-    ids = read_bin(tmp_path / 'c', 'train').reshape(-1, 5)
-    assert ids[0].tolist() == [257, 258, 258, 258, 258]
-    assert not {256, 258} & set(ids[:, 0].tolist())
-
-
 def test_many_processes_give_the_same_bytes(tmp_path, monkeypatch):
     rng = random.Random(5)
     docs = [' '.join(str(rng.randrange(500)) for _ in range(50)) for _ in range(8000)]
