@@ -260,7 +260,7 @@ class ModuleFormer(nn.Module):
         """1/sqrt(fan-in), less for maps that add to the residual stream; 0.02 for wte, head, A."""
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
-            if p.dim() < 2 or ('.router.' in name and kind not in ('A', 'B')):
+            if 'ln_' in name or ('.router.' in name and kind not in ('A', 'B')):
                 continue                 # norms; a custom router initialises its own extra weights
             if kind in ('q', 'fc', 'kv', 'B'):           # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
@@ -268,6 +268,8 @@ class ModuleFormer(nn.Module):
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))
             elif kind in ('A', 'wte', 'head'):                  # A: modules start nearly equal
                 nn.init.normal_(p, std=0.02)
+            else:
+                raise ValueError(f'init_weights does not know {name}')
 
     def features(self, idx, cache=None):
         """(B, T) token ids, any T -> final-norm states (B, T, D), losses summed over routers."""

@@ -337,8 +337,8 @@ class STLM(Transformer):
         if c.byte_limit:
             nn.init.normal_(self.ends.start, std=0.02)
         for name, p in self.named_parameters():
-            if p.dim() == 1:
-                continue                                 # start is done; the gains are ones already
+            if 'norm' in name or name == 'ends.start':
+                continue                                 # the gains are ones already; start is done
             narrow = c.byte_limit and name.startswith(('ends.wte', 'ends.encoder', 'ends.decoder'))
             std = 1 / math.sqrt(p.size(-1)) if narrow else 0.02
             if name in size_out:

@@ -11,8 +11,7 @@ from plumbing.settings import ROOT, make_config, read_config, read_settings
 
 TOYS = sorted(ROOT.glob('config/*.py'))
 PAPER = ROOT / 'config/paper'
-SIZES = {'gpt2': 28e6, 'moep': 28e6, 'moep_swiglu': 38e6, 'moduleformer/molm_4b_k2': 4e9,
-         'moduleformer/molm_4b_k4': 4e9, 'moduleformer/molm_8b_k2': 8e9, 'stlm/baseline': 50e6}
+SIZES = {'gpt2': 28e6, 'moep': 28e6, 'moduleformer/molm_4b_k2': 4e9, 'stlm/baseline': 50e6}
 
 
 @pytest.mark.slow

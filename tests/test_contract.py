@@ -1,6 +1,6 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models:
 what a forward pass returns, causality, caches, batches, targets, routes, configs, initialisation,
-sampling."""
+sampling. (In test_arena_routers.py the routers of arena/ pass tools.check instead.)"""
 
 import importlib
 import json
@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from oracles import has_limit, slots, uncached
-
-MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth', 'arena.dense']
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
@@ -59,16 +57,6 @@ CASES = {
 }
 ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth',
             'dense']
-
-
-for idea in ('bias', 'hash', 'noisy', 'shared', 'sigmoid', 'zloss'):
-    CASES[f'moep_{idea}'] = (f'arena.{idea}', dict(MOEP, n_parallel=1),
-                             {'shrink': 3, 'parallel.0': 4, 'grow': 3})
-for idea in ('bias', 'noisy', 'sigmoid', 'zloss'):
-    settings = dict(POOLS, n_layer=1, router=idea)
-    CASES[f'moduleformer_{idea}'] = ('arena.moduleformer_routers', settings,
-                                     {'blocks.0.att': 4, 'blocks.0.ffd': 5})
-ROUTERS = [name for name, (module, _, _) in CASES.items() if module not in MODELS]
 ALL = pytest.mark.parametrize('name', CASES)
 EACH = pytest.mark.parametrize('name', ONE_EACH)
 
@@ -228,7 +216,7 @@ def test_cache_in_pieces(name):
 
 
 @pytest.mark.parametrize('start', [3, 22])
-@pytest.mark.parametrize('name', [name for name in CASES if name not in ROUTERS])
+@ALL
 def test_cached_generation_is_uncached(name, start):
     """Past the context length, and from a prompt that is longer than it."""
     model = make(name, scale=0.4, seed=2)
@@ -280,16 +268,6 @@ def test_count_of_all_parameters(name):
     assert total == sum(p.numel() for p in model.parameters()) and active > 0
 
 
-@pytest.mark.parametrize('name, lookup', [
-    ('gpt2', 'wpe'), ('llama', 'wte'), ('papaformer', 'wte'), ('selfmoe', 'wte'), ('stlm', None),
-    ('stlm_bytes', None), ('stlm_exit', None), ('dense', None)])
-def test_count_of_active_parameters(name, lookup):
-    """Where nothing is routed or shared: all but a table that is only looked up."""
-    model = build(name)
-    total, active = model.count_params()
-    assert total - active == (getattr(model, lookup).weight.numel() if lookup else 0)
-
-
 @ALL
 def test_config_rebuilds_the_model(name):
     """Also after it was written as JSON; the state dict fits, and the new model computes the
@@ -313,6 +291,19 @@ def test_every_parameter_is_initialised(name):
         torch.use_deterministic_algorithms(False)
     for tensor, value in model.state_dict().items():
         assert not value.isnan().any(), tensor
+
+
+@pytest.mark.parametrize('name, wrong', [
+    ('moep', dict(n_head=5)), ('moep', dict(top_k=4)), ('moep', dict(balance='swich')),
+    ('papaformer', dict(path_head=[2])), ('gumbel2', dict(path_embd=[8, 4])),
+    ('moduleformer', dict(n_head=3)), ('moduleformer', dict(n_att=[1, 4])),
+    ('moduleformer', dict(identity_kv=True)), ('mixture', dict(top_k=5)),
+    ('selfmoe', dict(n_kv_head=3)), ('stlm', dict(lora_rank=2)),
+    ('stlm_bytes', dict(byte_limit=12)), ('stlm_depth', dict(capacity=1.1)),
+    ('stlm_depth', dict(route_every=1))])
+def test_config_errors(name, wrong):
+    with pytest.raises((AssertionError, ValueError)):
+        build(name, **wrong)
 
 
 # ---- Chance --------------------------------------------------------------------------------------

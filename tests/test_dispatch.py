@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import moduleformer
 import moep
@@ -31,27 +30,6 @@ def test_weight_gradient_in_parts(E, ends):
             results.append([y, *torch.autograd.grad(y, ins, weight.to(dtype))])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize('n_rows, E, parts', [
-    (4095, 2, 1), (4096, 2, 2), (9000, 3, 4), (70_000, 3, 10), (70_000, 40, 1)])
-def test_how_many_parts(n_rows, E, parts, monkeypatch):
-    """About 32 in all, of about 2,048 rows or more; a group's parts are equally long."""
-    seen = []
-    kernel = F.grouped_mm
-
-    def record(*args, offs):
-        seen.append(offs)
-        return kernel(*args, offs=offs)
-    monkeypatch.setattr(F, 'grouped_mm', record)
-    ends = torch.linspace(0, n_rows, E + 1).int()[1:]
-    x, w = torch.ones(n_rows, 4), torch.ones(E, 4, 4, requires_grad=True)
-    moep.grouped_mm(x, w, ends).sum().backward()
-    offs = max(seen, key=len)
-    assert len(offs) == E * parts and offs.dtype == torch.int32
-    assert offs[parts - 1::parts].tolist() == ends.tolist()
-    size = offs.diff(prepend=offs.new_zeros(1)).view(E, parts)
-    assert (size.amax(1) - size.amin(1)).max() <= 1
 
 
 def router_of(module, top_k):
@@ -157,14 +135,3 @@ def test_fold_moves_gain_and_bias_of_a_norm_into_the_map():
     def plain(gain, bias, w, b):
         return torch.stack([(n * gain[p] + bias[p]) @ w[p] + b[p] for p in range(P)])
     same_gradient(folded, plain, gain.double(), bias.double(), w.double(), b.double())
-
-
-def test_dropout_on_both_branches_of_a_parallel_layer():
-    """All that a block adds is dropped out: at a rate near 1 the layer changes almost no number."""
-    torch.manual_seed(0)
-    config = moep.MoEPConfig(n_embd_parallel=16, n_head_parallel=1, top_k=1, dropout=0.99)
-    layer = moep.ParallelLayer(config, 0).train()
-    for p in layer.parameters():
-        torch.nn.init.normal_(p, std=0.5)
-    x = torch.randn(2, 50, 16)
-    assert 0 < (layer(x)[0] != x).float().mean() < 0.05

@@ -4,7 +4,6 @@ is close, grouped products and padded logits are exact."""
 import copy
 import functools
 import json
-import re
 
 import pytest
 import torch
@@ -61,7 +60,8 @@ def take_steps(name, n, machine, change=lambda model: model, graph=True, **setti
     model = make(name)
     s = Settings(batch_size=4, gradient_accumulation_steps=2, aux_weights=AUX.get(name, {}),
                  **settings)
-    trained = change(model) or model
+    changed = change(model)                              # shard changes the model itself
+    trained = model if changed is None else changed
     optimizer = train.make_optimizer(model, s, machine)
     data = Windows()
     torch.manual_seed(1)                                 # of dropout and Gumbel noise
@@ -88,13 +88,6 @@ def test_a_graph_is_the_plain_step(name):
     assert graphed == pytest.approx(plain, abs=0.02 if name in EXPERTS else 2e-4)
     for (key, p), q in zip(model.named_parameters(), other.parameters()):
         assert (p - q).norm() <= (0.2 if name in EXPERTS else 2e-2) * p.norm() + 1e-3, key
-
-
-def test_a_graph_of_muon():
-    machine = Machine('cuda', 'float32')
-    plain, _, _ = take_steps('gpt2', 9, machine, graph=False, optimizer='muon')
-    graphed, graph, _ = take_steps('gpt2', 9, machine, optimizer='muon')
-    assert graph.graphs and graphed == pytest.approx(plain, abs=1e-2)
 
 
 def test_one_graph_for_every_shape():
@@ -149,26 +142,6 @@ def test_compiled_and_recorded_steps_are_close(name):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_bfloat16_is_close(name):
-    exact, _, _ = take_steps(name, 4, Machine('cuda', 'float32'), graph=False)
-    rough, _, _ = take_steps(name, 4, Machine('cuda', 'bfloat16'), graph=False)
-    assert rough == pytest.approx(exact, abs=0.1)
-
-
-@pytest.mark.parametrize('name', EXPERTS)
-def test_an_older_gpu_computes_in_float32(name, monkeypatch):
-    """Without F.grouped_mm and our Triton kernels. (This GPU only says that it is old.)"""
-    usual, _, _ = take_steps(name, 4, Machine('cuda', 'float32'), graph=False)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (7, 5))
-    monkeypatch.delattr(torch.nn.functional, 'grouped_mm')
-    monkeypatch.setattr('plumbing.stick_kernels.forward', None)
-    machine = Machine('cuda')
-    assert machine.dtype == torch.float32
-    old, _, _ = take_steps(name, 4, machine, graph=False)
-    assert old == pytest.approx(usual, rel=1e-2)
-
-
-@pytest.mark.parametrize('name', MODELS)
 def test_sharded_steps_are_plain_steps(name):
     """FSDP2 with one process: autocast, fused AdamW, a rate in a tensor."""
     machine = Machine('cuda')
@@ -182,33 +155,21 @@ def test_sharded_steps_are_plain_steps(name):
     assert sharded == pytest.approx(plain, rel=1e-2)
 
 
-def assert_same_gradients(calls, models, tolerance=dict(rtol=1e-3, atol=1e-5)):
-    x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
-    results = []
-    for call, model in zip(calls, models):
-        model.zero_grad()
-        torch.manual_seed(1)
-        _, loss, aux = call(x, x.flip(1))
-        (loss + sum(aux.values())).backward()
-        results.append([loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
-
-
 @pytest.mark.parametrize('name', ['moep', 'papaformer', 'stlm', 'stlm_depth'])
 def test_recomputed_dropout_is_the_same(name):
     torch.set_float32_matmul_precision('highest')
     plain = make(name, dropout=0.5)
     recomputed = copy.deepcopy(plain)
     recompute_blocks(recomputed)
-    assert_same_gradients((plain, recomputed), (plain, recomputed))
-
-
-def test_compiled_depth_is_plain():
-    """Nothing is drawn: the compiled step takes the same tokens, and has the same gradients."""
-    torch.set_float32_matmul_precision('highest')
-    model = make('stlm_depth', dropout=0.0, layer_dropout=0.0, exit_loss=False)
-    assert_same_gradients((model, compile_model(model)), (model, model))
+    x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    results = []
+    for model in (plain, recomputed):
+        torch.manual_seed(1)
+        _, loss, aux = model(x, x.flip(1))
+        (loss + sum(aux.values())).backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -299,25 +260,3 @@ def test_padded_logits(module, V):
         results.append([t.cpu() for t in (loss, costs, *torch.autograd.grad(loss, inputs))])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
-
-
-def test_no_compiled_kernel_reads_back_a_row_that_it_writes_in_parts():
-    """Its threads would read what others have not written yet (see full_rows)."""
-    from torch._inductor.utils import fresh_cache, run_and_get_code
-    machine = Machine('cuda', 'bfloat16')
-    config = dense.Config(vocab_size=512, block_size=512, n_layer=1, n_head=4, n_embd=256,
-                          n_expert=8, top_k=2, dropout=0.1)
-    model = dense.Model(config).cuda()
-    x = torch.randint(512, (64, 512), device='cuda')
-
-    def step():
-        with machine.autocast():
-            compile_model(model)(x, x)[1].backward()
-    with fresh_cache():
-        torch._dynamo.reset()
-        _, codes = run_and_get_code(step)
-    kernels = ''.join(codes).split('@triton.jit')[1:]
-    loop = 'for r0_offset.*tl'
-    reads_back = re.compile(loop + r'\.store\((in_out_ptr\d+).*' + loop + r'\.load\(\1', re.S)
-    assert any('rms_norm_backward' in kernel for kernel in kernels)
-    assert not [kernel for kernel in kernels if reads_back.search(kernel)]

@@ -61,7 +61,7 @@ def test_what_is_printed(tmp_path, capsys):
     assert not show(without_gates, details=True)
     printed = capsys.readouterr().out
     assert re.match(r'red +3\. Sparse dispatch', printed) and 'moep.py' not in printed
-    assert re.search(r'wrong +at K = 1.*\n.*the gate of its own token', printed)
+    assert re.search(r'wrong +a token.*\n.*the gate of its own token', printed)
 
 
 def test_the_command(run):

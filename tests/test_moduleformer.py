@@ -37,10 +37,6 @@ def make(seed=0, dtype=torch.float64, new=None, **changes):
     return model
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 # ---- The slow oracle -----------------------------------------------------------------------------
 
 
@@ -168,37 +164,13 @@ def test_stick_breaking_is_the_product(T, K, past, sizes):
             assert torch.allclose(a, b, rtol=0, atol=1e-11), size
 
 
-@pytest.mark.slow
-def test_stick_breaking_gradcheck():
-    def in_blocks_of_3(q, k, v):
-        return StickBreaking.apply(q, k, v, 3)
-    assert torch.autograd.gradcheck(in_blocks_of_3, qkv(5, 2, past=2, B=1))
-    assert torch.autograd.gradgradcheck(in_blocks_of_3, qkv(3, 1, past=1, B=1, H=1, d=2))
-
-
-def test_weights_are_a_stick():
-    """Non-negative, none for the future, at most 1 in all; what remains is a product (Eq. 16)."""
-    q, k, _ = qkv(9, 2, past=3)
-    z, p = stick_weights(q, k, 3)
-    assert z.shape == p.shape == (2, 2, 18, 12) and (p >= 0).all() and (p.sum(-1) < 1).all()
-    for row, (weight, logit) in enumerate(zip(p[0, 1], z[0, 1])):
-        seen = 3 + row // 2 + 1
-        query, keys = q[0, 1, row // 2, row % 2], k[0, 1, :seen]
-        assert (weight[:seen] > 0).all() and (weight[seen:] == 0).all()
-        assert torch.allclose(logit[:seen], keys @ query / math.sqrt(3))
-        assert abs(1 - weight.sum() - (1 - logit[:seen].sigmoid()).prod()) < 1e-12
-        assert torch.allclose(weight[:seen], attend(query, keys, keys)[1])
-
-
-@pytest.mark.parametrize('case', [slow('all +50'), slow('all -50'), 'mixed', '+1000'])
+@pytest.mark.parametrize('case', ['mixed', '+1000'])
 def test_stable_for_large_logits(case):
     """Finite, and in float32 what the product is in float64."""
     torch.manual_seed(0)
     T, d = 40, 4
     size = 1000 if case == '+1000' else 50
-    sign = -torch.ones(T) if case == 'all -50' else torch.ones(T)
-    if case == 'mixed':
-        sign = torch.randint(0, 2, (T,)) * 2.0 - 1
+    sign = torch.randint(0, 2, (T,)) * 2.0 - 1 if case == 'mixed' else torch.ones(T)
     q = torch.full((1, 1, T, 1, d), math.sqrt(size / math.sqrt(d)))      # q.k / sqrt(d) = size
     k = sign[None, None, :, None] * math.sqrt(size / math.sqrt(d)) * torch.ones(1, 1, T, d)
     v, grad = torch.randn(1, 1, T, d), torch.randn(1, 1, T, 1, d)
@@ -224,22 +196,6 @@ def test_a_long_stick_in_float32():
     v = torch.eye(T)[None, None, :, :1]
     left = (1 - 1 / (1 + math.exp(9.0))) ** (T - 1)
     assert abs(StickBreaking.apply(q, k, v, 8).item() - left / (1 + math.exp(-3.0))) < 1e-5
-
-
-@NO_BF16
-def test_stick_breaking_in_bfloat16():
-    exact = qkv(200, 2, past=20, B=1, H=1, d=16, dtype=torch.bfloat16)
-    rough = [x.detach().clone().requires_grad_() for x in exact]
-    exact = [x.detach().double().requires_grad_() for x in exact]
-    assert stick_weights(*rough[:2], 20)[1].dtype == torch.float32
-    grad = torch.randn(1, 1, 200, 2, 16).bfloat16()
-    found = []
-    for inputs in (exact, rough):
-        out = StickBreaking.apply(*inputs, 64)
-        assert out.dtype == inputs[0].dtype
-        found.append([out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))])
-    for a, b in zip(*found):
-        assert (a - b).abs().max() < 2e-2 * a.abs().max()
 
 
 @NO_BF16
@@ -300,28 +256,6 @@ def test_oracle(changes):
     same_routes(model.routes(x), gates)
 
 
-@pytest.mark.parametrize('changes', [WIDE, dict(new=(1, 1))], ids=str)
-def test_all_tokens_to_the_same_modules(changes):
-    """The most unequal groups there can be: no token is dropped; idle modules have gradients of
-    zero."""
-    model, x = make(**changes), tokens(3, 8)
-    with torch.no_grad():
-        for b in model.blocks:
-            for router in (b.att.router, b.ffd.router):
-                router.A.weight.mul_(0.01)
-                router.A.weight[1] += 40
-                router.A.weight[2] += 20
-    logits, _, gates = oracle(model, x)
-    assert all(sorted(g) == [1, 2] for log in gates.values() for g in log)
-    assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-10)
-    model(x, x.roll(-1, 1))[1].backward()
-    for b in model.blocks:
-        for stack in (b.att.q, b.att.o, b.ffd.fc, b.ffd.down):
-            for e, grad in enumerate(stack.weight.grad):
-                assert (grad.abs().max() > 0) == (e in (1, 2))
-            assert stack.inserted is None or (stack.inserted.grad == 0).all()
-
-
 @pytest.mark.parametrize('T', [12, 1])                   # one token leaves modules without work
 def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
     rows = []
@@ -348,39 +282,10 @@ def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
 # ---- Losses --------------------------------------------------------------------------------------
 
 
-def router_of(d, n, new=0, d_router=None):
-    """The router of a pool of n modules that reads d channels. With d = n it scores ReLU(x)."""
-    c = dict(n_layer=1, n_embd=d, n_ffd=n, new_ffd=new, d_router=d_router or d)
-    router = ModuleFormer(ModuleFormerConfig(**{**SMALL, **c})).blocks[0].ffd.router
-    for weight in (router.A.weight, router.B.weight):
-        torch.nn.init.eye_(weight)
-    return router
-
-
-def test_losses_by_hand():
-    router = router_of(3, 3)
-    prob = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.1, 0.7]])
-    gate, choice, losses = router(prob.log() + 5)        # past the ReLU; softmax undoes the rest
-    assert choice.tolist() == [[0, 1], [2, 0]]
-    assert torch.allclose(gate, torch.tensor([[0.6, 0.3], [0.7, 0.2]]))
-    assert list(losses) == ['mi', 'concentration']
-    H = -(0.4 * math.log(0.4) + 0.2 * math.log(0.2) + 0.4 * math.log(0.4))
-    conditional = -sum(p * math.log(p) for p in prob.flatten().tolist()) / 2
-    assert abs(losses['concentration'].item() - H) < 1e-6
-    assert abs(losses['mi'].item() - (conditional - H)) < 1e-6
-    losses = router(99 * torch.eye(3))[2]                # sharp and balanced: the least there is
-    assert abs(losses['mi'].item() + math.log(3)) < 1e-5
-    assert abs(losses['concentration'].item() - math.log(3)) < 1e-5
-    losses = router(99 * torch.eye(3)[[1, 1]])[2]        # collapsed
-    assert abs(losses['mi'].item()) < 1e-5 and abs(losses['concentration'].item()) < 1e-5
-    inserted = router_of(3, 3, new=2)
-    with torch.no_grad():
-        inserted.A.inserted.copy_(torch.arange(6.0).view(2, 3))
-    assert inserted(torch.randn(4, 3))[2]['rout_reg'].item() == 0 + 1 + 4 + 9 + 16 + 25
-
-
 def test_losses_survive_a_certain_router():
-    router = router_of(3, 3)
+    router = Router(3, 3, ModuleFormerConfig(**{**SMALL, 'n_embd': 3, 'd_router': 3}))
+    for weight in (router.A.weight, router.B.weight):
+        torch.nn.init.eye_(weight)                       # scores are what it reads
     x = (1e4 * torch.eye(3)[[1, 1]]).requires_grad_()
     gate, _, losses = router(x)
     (gate.sum() + losses['mi'] + losses['concentration']).backward()
@@ -393,7 +298,7 @@ def test_losses_survive_a_certain_router():
 def test_what_minimising_does(name):
     """mi: modules used alike, each token sure of its own; concentration: fewer modules."""
     torch.manual_seed(0)
-    router = router_of(8, 4, d_router=16)
+    router = Router(8, 4, ModuleFormerConfig(**{**SMALL, 'n_embd': 8}))
     x = torch.randn(64, 8)
     for p in router.parameters():
         torch.nn.init.normal_(p, std=0.5)
@@ -462,8 +367,9 @@ def test_params_by_hand():
                                      base + 2 * (4 * (2 * D * D + ffd) + (4 + 5) * R))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_layer, top_k, total, active', [
-    slow(24, 2, 4e9, 350e6), slow(24, 4, 4e9, 700e6), slow(48, 2, 8e9, 700e6)])
+    (24, 2, 4e9, 350e6), (24, 4, 4e9, 700e6), (48, 2, 8e9, 700e6)])
 def test_sizes_of_the_paper(n_layer, top_k, total, active):
     """Table 1; and the trainable parameters of Tables 4 and 5 (MoLM-4B-K4)."""
     with torch.device('meta'):
@@ -475,28 +381,6 @@ def test_sizes_of_the_paper(n_layer, top_k, total, active):
                 new = insert_experts(model, router=router)
                 trained = sum(p.numel() for p in new.parameters() if p.requires_grad)
                 assert abs(trained / (millions * 1e6) - 1) < 0.01
-
-
-def test_initialisation():
-    torch.manual_seed(0)
-    shape = dict(vocab_size=512, n_layer=4, n_embd=128, d_att=64, d_ffd=256, d_router=64)
-    old = ModuleFormer(ModuleFormerConfig(**shape))
-    for model in (old, insert_experts(old, 2, 2)):
-        for name, p in model.named_parameters():
-            if 'ln_' in name:
-                assert (p == ('weight' in name)).all(), name
-                continue
-            fan_in = dict(q=128, o=64, fc=128, down=256, kv=128, B=128).get(name.split('.')[-2])
-            std = 1 / math.sqrt(fan_in) if fan_in else 0.02
-            std /= math.sqrt(8) if '.o.' in name or '.down.' in name else 1
-            assert abs(p.std() / std - 1) < (0.25 if '.A.' in name else 0.03), name
-
-
-@pytest.mark.parametrize('wrong', [
-    dict(n_head=3), dict(n_att=[1, 4]), dict(identity_kv=True)], ids=str)
-def test_config_errors(wrong):
-    with pytest.raises((AssertionError, ValueError)):
-        ModuleFormerConfig(**{**SMALL, **wrong})
 
 
 # ---- Insertion -----------------------------------------------------------------------------------
@@ -560,13 +444,6 @@ def test_frozen_stays_bit_equal(router):
             assert all(not torch.equal(a, b) for a, b in zip(p, before[name])), name
 
 
-def test_routing_regularisation_restrains_new_modules():
-    free, held = (insert_experts(make(dtype=torch.float32), 1, 1, 'partial') for _ in range(2))
-    train_20(free)
-    train_20(held, rout_reg=1.0)
-    assert held(tokens())[2]['rout_reg'] < free(tokens())[2]['rout_reg']
-
-
 def test_inserting_twice_and_absorbing():
     x, model = tokens(3, 8), make(new=(1, 2), n_att=[2, 4]).eval()
     flat = absorb_inserted(model)
@@ -596,7 +473,8 @@ def forced(new=0):
     """A model whose routes can be read off TABLE: tokens are one-hot, no module writes, a router
     looks its token up. In the second layer the modules stand in reverse. The last `new` of them are
     inserted ones."""
-    c = dict(vocab_size=6, n_embd=6, n_att=4 - new, n_ffd=5 - new, d_att=6, n_head=2, d_router=6)
+    c = dict(vocab_size=6, n_embd=6, n_att=4 - new, n_ffd=5 - new, d_att=6, n_head=2, d_router=6,
+             dropout=0.5)                                # not while usage is counted
     model = ModuleFormer(ModuleFormerConfig(**{**SMALL, **c}))
     model = insert_experts(model, new, new) if new else model
     with torch.no_grad():
@@ -725,14 +603,6 @@ def test_pruning_defaults():
     usage = {name: counts[:gate.size(-1)] for name, gate in model.routes(tokens()).items()}
     assert [row['after'] for row in prune_experts(model, usage)[1]] == [3] * 4
     assert [row['after'] for row in prune_experts(model, usage, normalise='sum')[1]] == [2] * 4
-
-
-def test_usage_is_counted_without_dropout():
-    model, x = make(dropout=0.5).train(), tokens()
-    usage = count_usage(model, [(x, x)])
-    assert model.training
-    for name, count in count_usage(make(), [(x, x)]).items():
-        assert torch.equal(usage[name], count)
 
 
 class SharpRouter(Router):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from dataclasses import asdict
 
 import pytest
@@ -197,14 +196,6 @@ def test_choices_are_drawn_from_the_softmax(temperature):
     assert ((count - want) ** 2 / want).sum() < 14       # chi-square, 2 degrees: p = 0.001
 
 
-def test_eval_mode_takes_the_best_choice():
-    logits = torch.tensor([[[1.0, -0.5, 0.3], [0.2, 0.1, 0.4]]], dtype=torch.float64)
-    hard, _ = router_of(temperature=0.5).eval()(logits)
-    assert hard.tolist() == [[[1, 0, 0], [0, 0, 1]]]
-    soft, _ = router_of(temperature=0.5, hard=False).eval()(logits)
-    assert torch.allclose(soft, (2 * logits).softmax(-1))
-
-
 def test_the_router_is_exact_under_autocast():
     """Scores that bfloat16 would round to a tie are told apart."""
     with torch.autocast('cpu', torch.bfloat16):
@@ -213,22 +204,6 @@ def test_the_router_is_exact_under_autocast():
 
 
 # ---- Auxiliary losses ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('form, changes, entropy, load', [
-    ('intended', dict(temperature=0.3), -0.968833, -1.079871),   # the temperature takes no part
-    ('printed', {}, 0.968833, 1.079871),
-    ('released', {}, 0.0, math.log(2)),                          # of the weights in use: one-hot
-    ('released', dict(hard=False), -0.968833, 1.079871)])
-def test_auxiliary_losses_by_hand(form, changes, entropy, load):
-    """Two tokens, (.5 .25 .25) and (.1 .6 .3), have entropies of 1.039721 and 0.897946; their mean
-    (.3 .425 .275) has 1.079871."""
-    prob = torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.6, 0.3]]], dtype=torch.float64)
-    router = router_of(form, **changes)
-    for training in (False, True) if form != 'released' else (False,):           # no noise either
-        losses = router.train(training)(prob.log() + 3.0)[1]
-        assert losses.keys() == {'entropy', 'load'}
-        assert abs(losses['entropy'] - entropy) < 2e-6 and abs(losses['load'] - load) < 2e-6
 
 
 def minimise(form, names):
@@ -392,30 +367,3 @@ def test_paper_sizes(changes, paper, release):
     assert abs(total / paper - 1) < 0.02 and total - active == 50278 * changes.get('n_embd', 256)
     hidden = dict(ffn_hidden=4 * changes.get('n_embd', 256), path_ffn_hidden=[512, 512])
     assert abs(count(**changes, **hidden, attn_out_proj=False)[0] / release - 1) < 0.005
-
-
-def test_initialisation():
-    torch.manual_seed(0)
-    for connection in CONNECTIONS:
-        shape = dict(vocab_size=512, block_size=64, connection=connection)
-        model = PaPaformer(PaPaformerConfig(**shape)).eval()
-        std = {n: p.std().item() for n, p in model.named_parameters()}
-        for name in ('wte.weight', 'head.weight', 'parallel.2.blocks.1.qkv.weight'):
-            assert abs(std[name] - 0.02) < 1e-3, name
-        for name in ('first.0.proj.weight', 'parallel.0.blocks.1.down.weight'):
-            assert abs(std[name] - 0.02 / math.sqrt(2 * 5)) < 1e-3, name
-        for name, p in model.named_parameters():
-            if '.maps.' in name or '.combine.' in name:
-                assert abs(std[name] * math.sqrt(p.size(1)) - 1) < 0.05, name
-        assert all((p == 1).all() for n, p in model.named_parameters() if 'norm' in n)
-        sizes = []                                       # the stream keeps its size
-        model.last[0].register_forward_hook(lambda m, args, out: sizes.append(args[0].std().item()))
-        model(torch.randint(0, 512, (4, 64)))
-        assert 0.5 < sizes[0] / 0.02 < 2, sizes
-
-
-@pytest.mark.parametrize('wrong', [
-    dict(n_head=3), dict(path_head=[2]), dict(connection='gumbel2', path_embd=[8, 4])], ids=str)
-def test_config_errors(wrong):
-    with pytest.raises((AssertionError, ValueError)):
-        PaPaformerConfig(**{**SMALL, **wrong})

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -76,16 +75,6 @@ def test_the_seed_decides_the_order(tmp_path):
         write_data_set(tmp_path / name, pairs, choose_tokenizer('bytes'), seed=seed)
     a, b, c = (documents(tmp_path / name, 'train') for name in 'abc')
     assert a == c != b and sorted(a) == sorted(b)
-
-
-def test_chunk_stream(tmp_path):
-    docs = words_corpus()
-    write_data_set(tmp_path / 'c', as_train(docs), 290, ('chunks', 4), val_fraction=.1)
-    texts = documents(tmp_path / 'c', 'train') + documents(tmp_path / 'c', 'val')
-    assert sorted(texts) == sorted(docs)
-    ids = read_bin(tmp_path / 'c', 'train').reshape(-1, 5)
-    assert ids[0].tolist() == [257, 258, 258, 258, 258]
-    assert not {256, 258} & set(ids[:, 0].tolist())
 
 
 def test_many_processes_give_the_same_bytes(tmp_path, monkeypatch):
@@ -295,23 +284,3 @@ def test_a_killed_process_leaves_no_half_data_set(tmp_path, name):
     assert os.listdir(tmp_path / 'data') == left
     write_data_set(tmp_path / 'data/mine', as_train('ab'), choose_tokenizer('bytes'))
     assert os.listdir(tmp_path / 'data') == ['mine']
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == 'nt', reason='Windows has no groups of processes')
-def test_kills_at_any_time(tmp_path):
-    """The data set is absent or complete, and no worker goes on without its parent."""
-    rng = random.Random(0)
-    text = '\n\n'.join(' '.join([str(rng.randrange(10 ** 9))] * 40) for _ in range(60000))
-    (tmp_path / 'a.txt').write_text(text)                # 24 MB: many processes
-    options = ['--name', 'mine', '--input', 'a.txt', '--vocab_size', '2000', '--overwrite']
-    for delay in (.5, 2, 4, 8):
-        command = [sys.executable, str(ROOT / 'prepare.py'), 'text', *options]
-        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
-        time.sleep(delay)
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-        if (tmp_path / 'data/mine').exists():
-            assert len(load_meta(tmp_path / 'data/mine')['splits']) == 2

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import stlm
 from plumbing.bpe import train_bpe
@@ -17,8 +16,8 @@ from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_token
                                 pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer,
                                 wrap_tokenizer)
 from prepare import write_data_set
-from test_stlm import Known, make, oracle, texts, whole
-from train import Data, as_tensor, load_bin, score_batches, val_batches
+from test_stlm import bits_per_byte, make, texts, whole
+from train import Data, load_bin, score_batches, val_batches
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
 PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
@@ -95,15 +94,6 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
     assert score['bits_per_byte'] == pytest.approx(sum(costs) / math.log(2) / n_bytes, rel=1e-5)
     last = (x[0] == pause).nonzero()[3]                  # the last pause of the first problem
     assert y[0, last] == data.tokenizer.encode('3')[0] and (y[0, last - 4:last] == -1).all()
-
-
-def bits_per_byte(tokenizer, docs, log_prob, seq_len):
-    ids = tokenizer.end + [i for text in docs for i in tokenizer.encode(text) + tokenizer.end]
-    tokens = as_tensor(np.array(ids, dtype=np.uint16), 'cpu')
-    batches = val_batches(tokens, seq_len, 2, tokenizer.pad)
-    lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
-    machine = Machine('cpu', 'float32')
-    return score_batches(Known(log_prob), batches, lengths, machine)['bits_per_byte']
 
 
 def test_pauses_cost_nothing():
@@ -185,25 +175,6 @@ def test_bits_per_byte_of_sentences_are_those_of_bytes():
     want = pytest.approx(want, rel=1e-5)
     assert bits_per_byte(base, docs, table(of_bytes, 257), 7) == want
     assert bits_per_byte(sentence_tokenizer(base, 3), docs, table(of_sentences, 260), 12) == want
-
-
-@pytest.mark.parametrize('decoder', ['causal', 'parallel'])
-def test_the_model_of_sentences_against_its_oracle(decoder):
-    """Logits, loss and every gradient, on sentences; padding is no target."""
-    tokenizer = sentence_tokenizer(bases()[1], 4)
-    model = make(decoder=decoder, vocab_size=tokenizer.n_vocab, byte_limit=4, block_size=40)
-    ids = torch.tensor([[*tokenizer.end, *tokenizer.encode('Ann has 3. 4 hats?\n7.')]])[:, :24]
-    x, y = ids[:, :-1], ids[:, 1:]
-    y = y.masked_fill(y == tokenizer.pad, -1)
-    logits = oracle(model, x)
-    loss = F.cross_entropy(logits[0], y[0], ignore_index=-1)
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    assert torch.allclose(model(x)[0], logits, rtol=0, atol=1e-9)
-    fast = model(x, y)[1]
-    fast.backward()
-    assert abs(fast - loss) < 1e-9
-    for (name, p), g in zip(model.named_parameters(), grads, strict=True):
-        assert torch.allclose(p.grad, g, rtol=0, atol=1e-9), name
 
 
 # ---- Their files ---------------------------------------------------------------------------------

@@ -246,28 +246,6 @@ def test_bytes_and_hashes():
     assert neox_tokenizer(json.dumps(spec).encode()).hash != neox_tokenizer(blob).hash
 
 
-@pytest.mark.parametrize('limit', [1, 3, 12])
-def test_chunks(limit):
-    base = rank_tokenizer(ranks_blob(train_bpe(Counter(PATTERN.findall(TEXT * 9)), 400)))
-    tokenizer = chunk_tokenizer(base, limit)
-    rng = random.Random(2)
-    assert tokenizer.n_vocab == 259 and tokenizer.eot == 257
-    assert tokenizer.end == [257] + [258] * limit
-    assert tokenizer.token_bytes[65] == b'A' and tokenizer.token_bytes[256:] == [b''] * 3
-    for text in [*ODD, TEXT, random_text(rng, 300)]:
-        symbols = tokenizer.encode(text)
-        assert len(symbols) % (limit + 1) == 0 and 257 not in symbols
-        assert tokenizer.decode(symbols) == text
-        pieces = []
-        for i in range(0, len(symbols), limit + 1):
-            chunk = symbols[i:i + limit + 1]
-            n = chunk.index(256)
-            assert 0 < n <= limit and max(chunk[:n]) < 256 and set(chunk[n + 1:]) <= {258}
-            pieces.append(bytes(chunk[:n]))
-        tokens = [base.token_bytes[t] for t in base.encode(text)]
-        assert pieces == [t[i:i + limit] for t in tokens for i in range(0, len(t), limit)]
-
-
 def test_vocabulary_too_large():
     ranks = [bytes([b]) for b in range(256)]
     ranks += [bytes([a, b]) for a in range(256) for b in range(256)]
