@@ -191,11 +191,10 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
         assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
 
 
-def test_two_runs(run, moep_run, trained, tmp_path):
+def test_two_runs(run, moep_run, trained):
     other = trained('moep', '--top_k=1', '--n_block=2')
-    args = ['--prompt=Hello there', f'--out={tmp_path}/a.html']
-    done = run('tools.explore', moep_run, other, *args, here=True)
-    one, two = page_data(tmp_path / 'a.html')
+    done = run('tools.explore', moep_run, other, '--prompt=Hello there', here=True)
+    one, two = page_data(moep_run / 'explore_moep_moep.html')    # not over the page of one run
     assert [one['name'], two['name']] == [str(moep_run), str(other)]
     assert one['ids'] == two['ids'] and str(other) in done.stdout
     assert {layer['choices'] for layer in two['layers']} == {2, 4}
@@ -244,7 +243,7 @@ def test_in_a_browser(run, moep_run, tmp_path):
     seen = browse(page, tmp_path / 'profile')
     data, = page_data(page)
     names = [layer['name'] for layer in data['layers']]
-    assert seen.layers == f'{names[0]} {names[1]}' and seen.focus == '2'
+    assert seen.layers == f'{names[0]} {names[1]}' and (seen.unclicked, seen.focus) == ('1', '2')
     assert f"loss {data['loss'][3]:.3f} nats" in seen.hover
     for layer in data['layers']:
         assert layer['name'] in seen.hover
@@ -256,6 +255,7 @@ def test_in_a_browser(run, moep_run, tmp_path):
 
     run('tools.explore', moep_run, moep_run, f'--prompt={HOSTILE}', f'--out={page}', here=True)
     seen = browse(page, tmp_path / 'profile')
+    assert seen.linked == '3,3' and seen.tabs == 'loss,loss'
     plain, _, _ = HOSTILE.partition('\x00')
     assert seen.text.startswith(f'<|endoftext|>{plain}[U+0000][U+001B]')
     assert seen.text.endswith('@DATA@ \\ end') and '\u202e' not in seen.text
