@@ -93,13 +93,6 @@ def test_numbers_are_those_of_the_log(call, tmp_path):
     assert unused == [False, False, True, True] and second['routes'] == {}
 
 
-def test_a_layer_that_no_token_takes(call, tmp_path):
-    routes = dict(first=[0.25, 0.25, 0.25, 0.25], second=[0.0, 0.0, 0.0, 0.0])
-    write_log(tmp_path / 'c', start(), step(1), evaluation(1, 2.0, routes))
-    table = cells(call('c'))
-    assert table['fewest effective choices'] == ['0.00 of 4'] and table['in layer'] == ['second']
-
-
 def test_difference_from_the_first_run(call, tmp_path):
     write_log(tmp_path / 'a', start(n=1, seed=1), evaluation(1, 2.0))
     write_log(tmp_path / 'b', start(n=2, seed=1), evaluation(1, 1.5))
@@ -118,17 +111,6 @@ def test_slots_are_not_called_tokens(call, tmp_path):
     table = cells(call('tokens', 'bytes'))
     assert table['tokens'] == ['64', '-'] and table['slots'] == ['-', '64']
     assert table['tokens/s, median'] == ['10', '-'] and table['slots/s, median'] == ['-', '10']
-
-
-def test_a_row_that_no_run_of_three_has_is_not_printed(call, tmp_path):
-    """But a setting that differs between the first three and the others is."""
-    for name in 'abc':
-        write_log(tmp_path / name, start(seed=1), step(1))
-    write_log(tmp_path / 'd', start(seed=2), step(1, balance=2.0), evaluation(1, 2.0))
-    first, second = call(*'abcd').split('\n\n')[:2]
-    assert 'balance' not in first and 'validation' not in first
-    assert cells(first)['seed'] == ['1'] * 3
-    assert cells(second)['balance'] == ['2'] and cells(second)['seed'] == ['2']
 
 
 def test_a_real_run(run, call, data_dir, tmp_path):
