@@ -94,7 +94,7 @@ def random_ids(rows, length, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize('name', [*MODELS, 'moep+lora', 'llama+lora'])
 def test_same_logits_and_text(exported, name):
-    ours, theirs, folder = exported(name)
+    ours, theirs, _ = exported(name)
     idx = random_ids(2, 20)
     assert (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-5
     # past the end of the context, where the cache restarts
