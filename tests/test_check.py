@@ -45,248 +45,122 @@ def test_ours_are_green(name, config):
 
 # ---- Planted faults: the row that each turns red ------------------------------------------------
 
-FAULTS = []
+def changed(**methods):
+    return type('Changed', (MoEP,), methods)
 
 
-def fault(row):
-    def add(Model):
-        FAULTS.append(pytest.param(row, Model, id=Model.__name__))
-        return Model
-    return add
-
-
-class Changed(MoEP):
+def states(change, **methods):
     """A MoEP whose final states are changed."""
     def features(self, idx, cache=None):
-        x, aux = super().features(idx, cache)
-        return self.change(x, idx), aux
+        x, aux = MoEP.features(self, idx, cache)
+        return change(self, x, idx), aux
+    return changed(features=features, **methods)
 
 
-@fault('causal')
-class NextToken(Changed):
-    def change(self, x, idx):
-        return x + self.ln_f.bias * x.roll(-1, 1)        # hidden while the bias is zero
-
-
-@fault('causal')
-class LastToken(Changed):
-    def change(self, x, idx):
-        return x + self.wte(idx[:, -1:])
-
-
-@fault('causal')
-class ExpertChoice(MoEP):
-    class router(Router):
-        def score(self, x_ND):
-            return super().score(x_ND).softmax(0)
-
-
-@fault('cached')
-class Positions(Changed):
-    def change(self, x, idx):
-        return x + self.wpe.weight[:idx.size(1)]         # from 0, whatever the cache holds
-
-
-@fault('cached')
-class OneAtATime(Changed):
-    def change(self, x, idx):
-        return x * min(2, idx.size(1))
-
-
-@fault('cached')
-class LostToken(MoEP):
-    def generate(self, idx, *args, **kwargs):
-        return torch.cat((idx[:, :1], super().generate(idx[:, 1:], *args, **kwargs)), 1)
-
-
-@fault('cached')
-class OnlyNewTokens(MoEP):
-    def generate(self, idx, *args, **kwargs):
-        return super().generate(idx, *args, **kwargs)[:, idx.size(1):]
-
-
-@fault('batched')
-class OtherRows(Changed):
-    def change(self, x, idx):
-        return x - x.mean(0)
-
-
-@fault('repeats')
-class Noise(Changed):
-    def change(self, x, idx):
-        return x * torch.rand(()) ** 1e-3
-
-
-@fault('rebuilds')
-class RandomWeights(Changed):
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = torch.randn(config.n_embd)
-
-    def change(self, x, idx):
-        return x * self.scale
-
-
-@fault('routes')
-class GatesThatSumTo2(MoEP):
-    class router(Router):
-        def weigh(self, score_NE, choice_NK):
-            gate_NK, losses = super().weigh(score_NE, choice_NK)
-            return 2 * gate_NK, losses
-
-
-@fault('routes')
-class NegativeGates(MoEP):
-    class router(Router):
-        def weigh(self, score_NE, choice_NK):
-            gate_NK, losses = super().weigh(score_NE, choice_NK)
-            return 99 * gate_NK - 49, losses
-
-
-@fault('routes')
-class MoreInTraining(MoEP):
-    class router(Router):
-        def choose(self, score_NE):
-            best_NE = score_NE.argsort(descending=True)
-            return best_NE[:, :3 if self.training else 2]
-
-
-@fault('routes')
-class TheSameTwice(MoEP):
-    gates_sum_to_1 = False
-
-    class router(Router):
-        def choose(self, score_NE):
-            return super().choose(score_NE)[:, :1].expand(-1, 2)
-
-
-@fault('gradients')
-class RootOf0(Changed):
-    def change(self, x, idx):
-        return x + (x - x).square().sqrt()
-
-
-@fault('gradients')
-class UnusedParameter(MoEP):
-    def __init__(self, config):
-        super().__init__(config)
-        self.unused = nn.Parameter(torch.ones(3))
-
-
-class Counting(Changed):
-    def change(self, x, idx):
-        if self.training:
-            self.steps = self.steps + 1
-        return x / self.steps
-
-
-@fault('resume')
-class PlainNumber(Counting):
-    steps = 1
-
-
-@fault('resume')
-class UnsavedBuffer(Counting):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer('steps', torch.ones(()), persistent=False)
-
-
-class SavedBuffer(Counting):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer('steps', torch.ones(()))
-
-
-@fault('resume')
-class GlobalList(Changed):
-    calls = [1]
-
-    def change(self, x, idx):
-        self.calls[0] += 1
-        return x / self.calls[0]
-
-
-@fault('sparse')
-class OtherLogits(Changed):
-    def change(self, x, idx):
-        return x * (1 + self.config.sparse)
-
-
-@fault('sparse')
-class OtherGradients(Changed):
-    def change(self, x, idx):
-        return x + (x - x.detach()) * self.config.sparse
-
-
-@fault('counts')
-class WrongTotal(MoEP):
-    def count_params(self):
-        return super().count_params()[::-1]
-
-
-@fault('counts')
-class NothingActive(MoEP):
-    def count_params(self):
-        return super().count_params()[0], 0
-
-
-class ChangedLoss(MoEP):
+def loss(change):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        logits, loss, aux = super().forward(idx, targets, cache, reduction)
-        return logits, loss if loss is None else self.change(loss, aux, reduction), aux
+        logits, loss, aux = MoEP.forward(self, idx, targets, cache, reduction)
+        return logits, loss if loss is None else change(loss, aux, reduction), aux
+    return changed(forward=forward)
 
 
-@fault('shapes')
-class LossWithAux(ChangedLoss):
-    def change(self, loss, aux, reduction):
-        return loss + sum(aux.values())
+def router(**methods):
+    return changed(router=type('ChangedRouter', (Router,), methods))
 
 
-@fault('shapes')
-class DoubledMean(ChangedLoss):
-    def change(self, loss, aux, reduction):
-        return loss if reduction == 'none' else 2 * loss
+def gates(change):
+    """A MoEP whose routers give other gates."""
+    def weigh(self, score_NE, choice_NK):
+        gate_NK, losses = Router.weigh(self, score_NE, choice_NK)
+        return change(gate_NK), losses
+    return router(weigh=weigh)
 
 
-@fault('shapes')
-class FlatLosses(ChangedLoss):
-    def change(self, loss, aux, reduction):
-        return loss.flatten() if reduction == 'none' else loss
+def built(add, Base=MoEP):
+    """The constructor also does this."""
+    def __init__(self, *args):
+        Base.__init__(self, *args)
+        add(self)
+    return __init__
 
 
-@fault('builds')
-class TwoValues(MoEP):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)[::2]
+def count(self, x, idx):
+    if self.training:
+        self.steps = self.steps + 1
+    return x / self.steps
 
 
-@fault('builds')
-class NaN(Changed):
-    def change(self, x, idx):
-        return x / (0 * x)
+def count_calls(self, x, idx, calls=[1]):
+    calls[0] += 1
+    return x / calls[0]
 
 
-@fault('builds')
-class LossOfEachChoice(MoEP):
-    class router(Router):
-        def balance_loss(self, prob_NE, choice_NK):
-            return prob_NE.mean(0)
+def lose_token(self, idx, *args, **keys):
+    return torch.cat((idx[:, :1], MoEP.generate(self, idx[:, 1:], *args, **keys)), 1)
 
 
-@fault('builds')
-class NoLosses(MoEP):
-    class router(Router):
-        def forward(self, x_ND):
-            return super().forward(x_ND)[:2]
+def only_new(self, idx, *args, **keys):
+    return MoEP.generate(self, idx, *args, **keys)[:, idx.size(1):]
 
 
-@fault('builds')
-class ChoicesFirst(MoEP):
-    class router(Router):
-        def forward(self, x_ND):
-            gate_NK, choice_NK, losses = super().forward(x_ND)
-            return choice_NK, gate_NK, losses
+def steps_buffer(persistent):
+    add = lambda self: self.register_buffer('steps', torch.ones(()), persistent=persistent)
+    return states(count, __init__=built(add))
+
+
+def swapped(self, x_ND):
+    gate_NK, choice_NK, losses = Router.forward(self, x_ND)
+    return choice_NK, gate_NK, losses
+
+
+def three_in_training(self, score_NE):
+    return score_NE.argsort(descending=True)[:, :3 if self.training else 2]
+
+
+def the_same_twice(self, score_NE):
+    return Router.choose(self, score_NE)[:, :1].expand(-1, 2)
+
+
+FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
+    # hidden while the bias is zero
+    ('causal', 'next token', states(lambda m, x, idx: x + m.ln_f.bias * x.roll(-1, 1))),
+    ('causal', 'last token', states(lambda m, x, idx: x + m.wte(idx[:, -1:]))),
+    ('causal', 'expert choice', router(score=lambda r, x: Router.score(r, x).softmax(0))),
+    # from 0, whatever the cache holds
+    ('cached', 'positions', states(lambda m, x, idx: x + m.wpe.weight[:idx.size(1)])),
+    ('cached', 'one at a time', states(lambda m, x, idx: x * min(2, idx.size(1)))),
+    ('cached', 'lost token', changed(generate=lose_token)),
+    ('cached', 'only new tokens', changed(generate=only_new)),
+    ('batched', 'other rows', states(lambda m, x, idx: x - x.mean(0))),
+    ('repeats', 'noise', states(lambda m, x, idx: x * torch.rand(()) ** 1e-3)),
+    ('rebuilds', 'random weights', states(
+        lambda m, x, idx: x * m.scale,
+        __init__=built(lambda m: setattr(m, 'scale', torch.randn(m.config.n_embd))))),
+    ('routes', 'gates sum to 2', gates(lambda gate_NK: 2 * gate_NK)),
+    ('routes', 'negative gates', gates(lambda gate_NK: 99 * gate_NK - 49)),
+    ('routes', 'more in training', router(choose=three_in_training)),
+    ('routes', 'the same twice', type('Twice', (router(choose=the_same_twice),),
+                                      dict(gates_sum_to_1=False))),
+    ('gradients', 'root of 0', states(lambda m, x, idx: x + (x - x).square().sqrt())),
+    ('gradients', 'unused parameter', changed(
+        __init__=built(lambda m: m.register_parameter('unused', nn.Parameter(torch.ones(3)))))),
+    ('resume', 'plain number', states(count, steps=1)),
+    ('resume', 'unsaved buffer', steps_buffer(persistent=False)),
+    ('resume', 'global list', states(count_calls)),
+    ('sparse', 'other logits', states(lambda m, x, idx: x * (1 + m.config.sparse))),
+    ('sparse', 'other gradients', states(
+        lambda m, x, idx: x + (x - x.detach()) * m.config.sparse)),
+    ('counts', 'wrong total', changed(count_params=lambda m: MoEP.count_params(m)[::-1])),
+    ('counts', 'nothing active', changed(count_params=lambda m: (MoEP.count_params(m)[0], 0))),
+    ('shapes', 'loss with aux', loss(lambda loss, aux, reduction: loss + sum(aux.values()))),
+    ('shapes', 'doubled mean', loss(
+        lambda loss, aux, reduction: loss * (1 + (reduction == 'mean')))),
+    ('shapes', 'flat losses', loss(lambda loss, aux, reduction: loss.flatten())),
+    ('builds', 'two values', changed(forward=lambda m, *a, **k: MoEP.forward(m, *a, **k)[::2])),
+    ('builds', 'nan', states(lambda m, x, idx: x / (0 * x))),
+    ('builds', 'loss of each choice', router(balance_loss=lambda r, prob, choice: prob.mean(0))),
+    ('builds', 'no losses', router(forward=lambda r, x_ND: Router.forward(r, x_ND)[:2])),
+    ('builds', 'choices first', router(forward=swapped))]]
 
 
 @pytest.mark.parametrize('row, Model', FAULTS)
@@ -298,7 +172,7 @@ def test_a_fault_turns_its_row_red(row, Model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('row, Model', [param for param in FAULTS if param.id in (
-    'OtherRows', 'GatesThatSumTo2', 'UnusedParameter', 'UnsavedBuffer')])
+    'other rows', 'gates sum to 2', 'unused parameter', 'unsaved buffer')])
 def test_a_fault_turns_no_other_row_red(row, Model):
     assert check_all(SimpleNamespace(Config=MoEPConfig, Model=Model), MOEP)[1] == [row]
 
@@ -321,7 +195,7 @@ def test_a_config_that_does_not_rebuild_the_model(Config):
 
 
 def test_state_in_a_buffer_is_green():
-    module = SimpleNamespace(Config=MoEPConfig, Model=SavedBuffer)
+    module = SimpleNamespace(Config=MoEPConfig, Model=steps_buffer(persistent=True))
     assert check.run_check(check.resume, module, MoEPConfig(**MOEP))[0] == 'ok'
 
 
@@ -336,12 +210,18 @@ def test_a_router_that_only_an_auxiliary_loss_trains_is_named():
 
 
 def test_a_bug_keeps_its_traceback():
-    class Bug(Changed):
-        def change(self, x, idx):
-            return 1 / 0
-    module = SimpleNamespace(Config=MoEPConfig, Model=Bug)
+    module = SimpleNamespace(Config=MoEPConfig, Model=states(lambda m, x, idx: 1 / 0))
     verdict, text = check.run_check(check.builds, module, MoEPConfig(**MOEP))
-    assert verdict == 'WRONG' and 'return 1 / 0' in text and 'ZeroDivisionError' in text
+    assert verdict == 'WRONG' and '1 / 0' in text and 'ZeroDivisionError' in text
+
+
+def test_a_parameter_that_nothing_initialises_is_named():
+    add = lambda self: self.register_parameter('extra', nn.Parameter(torch.empty(3)))
+    Model = router(__init__=built(add, Router))          # init_weights leaves a router's own alone
+    module = SimpleNamespace(Config=MoEPConfig, Model=Model)
+    verdict, text = check.run_check(check.builds, module, MoEPConfig(**MOEP))
+    assert verdict == 'WRONG' and text.startswith('parallel.0.router.extra is never initialised')
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 # ---- The command --------------------------------------------------------------------------------

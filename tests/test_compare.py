@@ -65,7 +65,6 @@ def test_numbers_are_those_of_the_log(call, tmp_path):
               evaluation(3, 2.0, routes))
     write_log(tmp_path / 'b', start(seed=2), step(1))
     text = call('a', 'b', '--html=page.html')
-    assert text.endswith('page.html: open it in a browser\n')
     assert max(map(len, text.splitlines())) <= 100
     table = cells(text)
     expected = dict(parameters=['2,000', '2,000'], steps=['3 of 100', '1 of 100'],
@@ -94,11 +93,16 @@ def test_numbers_are_those_of_the_log(call, tmp_path):
     assert unused == [False, False, True, True] and second['routes'] == {}
 
 
-def test_a_layer_that_no_token_takes(call, tmp_path):
-    routes = dict(first=[0.25, 0.25, 0.25, 0.25], second=[0.0, 0.0, 0.0, 0.0])
-    write_log(tmp_path / 'c', start(), step(1), evaluation(1, 2.0, routes))
-    table = cells(call('c'))
-    assert table['fewest effective choices'] == ['0.00 of 4'] and table['in layer'] == ['second']
+def test_difference_from_the_first_run(call, tmp_path):
+    write_log(tmp_path / 'a', start(n=1, seed=1), evaluation(1, 2.0))
+    write_log(tmp_path / 'b', start(n=2, seed=1), evaluation(1, 1.5))
+    write_log(tmp_path / 'c', start(n=2, seed=2), evaluation(1, 2.25))
+    text = call('a', 'b')
+    assert cells(text)['toy: last loss, difference'] == ['-', '-0.5000']
+    assert 'one run each: on the toy corpora' in text
+    text = call('a', 'b', 'c')
+    assert cells(text)['toy: last loss, difference'] == ['-', '-0.5000', '+0.2500']
+    assert 'one run each' not in text and 'one run each' not in call('a')
 
 
 def test_slots_are_not_called_tokens(call, tmp_path):
@@ -107,17 +111,6 @@ def test_slots_are_not_called_tokens(call, tmp_path):
     table = cells(call('tokens', 'bytes'))
     assert table['tokens'] == ['64', '-'] and table['slots'] == ['-', '64']
     assert table['tokens/s, median'] == ['10', '-'] and table['slots/s, median'] == ['-', '10']
-
-
-def test_a_row_that_no_run_of_three_has_is_not_printed(call, tmp_path):
-    """But a setting that differs between the first three and the others is."""
-    for name in 'abc':
-        write_log(tmp_path / name, start(seed=1), step(1))
-    write_log(tmp_path / 'd', start(seed=2), step(1, balance=2.0), evaluation(1, 2.0))
-    first, second = call(*'abcd').rstrip().split('\n\n')
-    assert 'balance' not in first and 'validation' not in first
-    assert cells(first)['seed'] == ['1'] * 3
-    assert cells(second)['balance'] == ['2'] and cells(second)['seed'] == ['2']
 
 
 def test_a_real_run(run, call, data_dir, tmp_path):
@@ -200,13 +193,6 @@ def test_watch(run, tmp_path, monkeypatch):
     assert all(data['reload'] for data in rounds) and not done.stderr
 
 
-def test_png(call, tmp_path):
-    pytest.importorskip('matplotlib')
-    write_log(tmp_path / 'a$b', start(), step(1), evaluation(1, 2.0, dict(layer=[1.0, 0.0])))
-    call('a$b', '--png=p.png')
-    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG')
-
-
 def test_it_starts_fast():
     """It needs no torch."""
     code = "import sys, tools.compare; assert 'torch' not in sys.modules"
@@ -238,6 +224,8 @@ addEventListener('load', () => setTimeout(() => {
   document.getElementById('logx').click();
   document.getElementById('logy').click();
   seen.positive = point(chart(), 0);
+  document.querySelectorAll('#shown input').forEach(input => input.click());
+  seen.empty = chart().textContent;
   seen.injected = document.querySelectorAll('#x').length;
   seen.problems = problems;
   document.body.dataset.seen = JSON.stringify(seen);
@@ -266,6 +254,7 @@ def test_page_in_a_browser(call, tmp_path):
         capture_output=True, text=True, timeout=120)
     seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', done.stdout)[1]))
     assert seen['problems'] == [] and seen['injected'] == 0
+    assert seen['empty'] == 'no run is selected'
     assert seen['left'].startswith('step 0') and f'{nasty}, val toy: 6' in seen['left']
     assert 'other, train: 3.5 (3 to 4)' in seen['right']
     assert '2: 0.0%, unused at the end' in seen['share'] and '1: 50.0%' in seen['share']

@@ -191,21 +191,14 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
         assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
 
 
-def test_two_runs(run, moep_run, trained, tmp_path):
+def test_two_runs_and_hostile_text(run, moep_run, trained):
     other = trained('moep', '--top_k=1', '--n_block=2')
-    args = ['--prompt=Hello there', f'--out={tmp_path}/a.html']
-    done = run('tools.explore', moep_run, other, *args, here=True)
-    one, two = page_data(tmp_path / 'a.html')
+    run('tools.explore', moep_run, other, f'--prompt={HOSTILE}', here=True)
+    out = moep_run / 'explore_moep_moep.html'            # not over the page of one run
+    one, two = page_data(out)
     assert [one['name'], two['name']] == [str(moep_run), str(other)]
-    assert one['ids'] == two['ids'] and str(other) in done.stdout
-    assert {layer['choices'] for layer in two['layers']} == {2, 4}
-
-
-def test_hostile_text(run, moep_run, tmp_path):
-    out = tmp_path / 'a.html'
-    run('tools.explore', moep_run, f'--prompt={HOSTILE}', f'--out={out}', here=True)
-    data, = page_data(out)
-    assert load_tokenizer(moep_run).decode(data['ids'][1:len(data['loss'])]) == HOSTILE
+    assert one['ids'] == two['ids'] and {layer['choices'] for layer in two['layers']} == {2, 4}
+    assert load_tokenizer(moep_run).decode(one['ids'][1:len(one['loss'])]) == HOSTILE
     page = out.read_text()
     assert page.count('<script') == 2 and page.count('</script>') == 2
 
@@ -244,7 +237,7 @@ def test_in_a_browser(run, moep_run, tmp_path):
     seen = browse(page, tmp_path / 'profile')
     data, = page_data(page)
     names = [layer['name'] for layer in data['layers']]
-    assert seen.layers == f'{names[0]} {names[1]}' and seen.focus == '2'
+    assert seen.layers == f'{names[0]} {names[1]}' and (seen.unclicked, seen.focus) == ('1', '2')
     assert f"loss {data['loss'][3]:.3f} nats" in seen.hover
     for layer in data['layers']:
         assert layer['name'] in seen.hover
@@ -256,6 +249,7 @@ def test_in_a_browser(run, moep_run, tmp_path):
 
     run('tools.explore', moep_run, moep_run, f'--prompt={HOSTILE}', f'--out={page}', here=True)
     seen = browse(page, tmp_path / 'profile')
+    assert seen.linked == '3,3' and seen.tabs == 'loss,loss'
     plain, _, _ = HOSTILE.partition('\x00')
     assert seen.text.startswith(f'<|endoftext|>{plain}[U+0000][U+001B]')
     assert seen.text.endswith('@DATA@ \\ end') and '\u202e' not in seen.text

@@ -94,53 +94,49 @@ def random_ids(rows, length, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize('name', [*MODELS, 'moep+lora', 'llama+lora'])
 def test_same_logits_and_text(exported, name):
-    ours, theirs, folder = exported(name)
+    ours, theirs, _ = exported(name)
     idx = random_ids(2, 20)
     assert (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-5
-    assert (folder / f'{MODELS[name.removesuffix("+lora")][0]}.py').exists()
     # past the end of the context, where the cache restarts
     long = theirs.generate(idx, max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert long.tolist() == ours.generate(idx, 40, temperature=0).tolist()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', ['moep', 'moduleformer', 'papaformer', 'shared'])
-def test_padding_is_not_seen(exported, name):
-    """Left, right, in the middle; masks of (B, T) and (B, T, T)."""
-    ours, theirs, _ = exported(name)
-    idx = random_ids(4, 12)
-    mask = torch.ones(4, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    mask[1, 7:] = 0
-    mask[2, [3, 6]] = 0
-    square = mask[:, None].repeat(1, 12, 1).tril()       # as BabyLM's fine-tuning makes it
-    for given in (mask, square):
-        logits = theirs(idx, attention_mask=given).logits
-        for row in range(4):
-            keep = mask[row].bool()
-            assert (logits[row, keep] - ours(idx[row:row + 1, keep])[0][0]).abs().max() < 1e-5
-    changed = torch.where(mask.bool(), idx, 5)
-    assert torch.equal(theirs(changed, attention_mask=mask).logits[mask.bool()],
-                       theirs(idx, attention_mask=mask).logits[mask.bool()])
+def test_sampled_long_and_uncached(exported):
+    ours, theirs, _ = exported('moep')
+    idx = random_ids(2, 30)                              # more than the context
+    torch.manual_seed(1)
+    sampled = theirs.generate(idx, max_new_tokens=20, do_sample=True, temperature=0.8, top_k=9,
+                              eos_token_id=None)
+    torch.manual_seed(1)
+    assert sampled.tolist() == ours.generate(idx, 20, temperature=0.8, top_k=9).tolist()
+    uncached = theirs.generate(idx[:, :9], max_new_tokens=9, use_cache=False, do_sample=False,
+                               eos_token_id=None)
+    assert uncached.tolist() == ours.generate(idx[:, :9], 9, temperature=0).tolist()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize('name', ['moep', 'moduleformer', 'llama'])
-def test_padded_batch_generates_as_one_by_one(exported, name):
+def test_padded_batch_is_as_one_by_one(exported, name):
     ours, theirs, _ = exported(name)
     rows = [random_ids(1, n, seed=n) for n in (3, 9, 6)]
     pad = lambda row: F.pad(row, (9 - row.size(1), 0))
     idx = torch.cat([pad(row) for row in rows])
     mask = torch.cat([pad(torch.ones_like(row)) for row in rows])
-    texts = theirs.generate(idx, attention_mask=mask, max_new_tokens=30, do_sample=False,
+    logits = theirs(idx, attention_mask=mask).logits
+    texts = theirs.generate(idx, attention_mask=mask, max_new_tokens=15, do_sample=False,
                             eos_token_id=None)
-    for row, text in zip(rows, texts):
-        assert text[9:].tolist() == ours.generate(row, 30, temperature=0)[0, row.size(1):].tolist()
+    for i, row in enumerate(rows):
+        n = row.size(1)
+        assert (logits[i, -n:] - ours(row)[0][0]).abs().max() < 1e-5
+        assert texts[i, 9:].tolist() == ours.generate(row, 15, temperature=0)[0, n:].tolist()
+    on_the_right = theirs(rows[0].repeat(1, 3), attention_mask=mask[:1].flip(1)).logits
+    assert (on_the_right[0, :3] - ours(rows[0])[0][0]).abs().max() < 1e-5
 
 
 @torch.no_grad()
 def test_cache_in_parts(exported):
-    """A text in three calls; without a cache; too long for one call."""
     ours, theirs, _ = exported('moep')
     idx = random_ids(2, 20)
     past, parts = None, []
@@ -149,31 +145,10 @@ def test_cache_in_parts(exported):
         past = output.past_key_values
         parts.append(output.logits)
     assert (torch.cat(parts, 1) - ours(idx)[0]).abs().max() < 1e-5
-    keys = dict(do_sample=False, eos_token_id=None)
-    uncached = theirs.generate(idx, max_new_tokens=4, use_cache=False, **keys)
-    assert uncached.tolist() == ours.generate(idx, 4, temperature=0).tolist()
-    long = random_ids(2, 30)
-    continued = theirs.generate(long, max_new_tokens=20, **keys)
-    assert continued.tolist() == ours.generate(long, 20, temperature=0).tolist()
 
 
-@pytest.mark.parametrize('name', ['moep', 'depth'])
-@torch.no_grad()
-def test_beams(exported, name):
-    """Beam search finds a text at least as probable as the greedy one, with a cache as without."""
-    _, theirs, _ = exported(name)
-    mask = torch.ones(2, 6, dtype=torch.long)
-    for padded in (False, True):
-        mask[0, :2] = 1 - int(padded)
-        keys = dict(attention_mask=mask, max_new_tokens=8, num_beams=3, do_sample=False,
-                    eos_token_id=None)
-        cached = theirs.generate(random_ids(2, 6), **keys)
-        uncached = theirs.generate(random_ids(2, 6), use_cache=False, **keys)
-        assert cached.tolist() == uncached.tolist()
-
-
-def test_loss_and_gradient(exported):
-    ours, theirs, folder = exported('moep')
+def test_loss(exported):
+    ours, theirs, _ = exported('moep')
     idx = random_ids(2, 10)
     labels = idx.clone()
     labels[0, :4] = -100
@@ -182,9 +157,6 @@ def test_loss_and_gradient(exported):
     assert abs(theirs(idx, labels=labels).loss - loss) < 1e-5
     theirs.config.aux_weights = dict(block_balance=0.5)
     theirs.train()
-    trained = theirs(idx, labels=labels)                 # this model has a dropout of 0.1
-    trained.loss.backward()
-    assert theirs.model.parallel[0].router.linear.weight.grad.abs().sum() > 0
     for module in theirs.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -194,20 +166,22 @@ def test_loss_and_gradient(exported):
     assert abs(theirs(idx, labels=labels, num_items_in_batch=30).loss - expected / 2) < 1e-5
     theirs.config.aux_weights = {}
     theirs.eval()
-    assert len(theirs(idx, labels=labels, return_dict=False)) == 2
 
 
 @torch.no_grad()
 def test_padding_is_not_in_the_loss(exported):
-    """Left, right, in the middle, more than the context: the loss of the real tokens alone."""
+    """Rows of different length, padded on either side: the mean over their own targets."""
     ours, theirs, _ = exported('moep')
-    idx = random_ids(1, 30)
-    for kept in (range(10, 30), range(0, 20), [3, 4, 7, 8, 20]):
+    idx = random_ids(2, 20)
+    for places in [(slice(8, 20), slice(3, 20)), (slice(0, 12), slice(0, 17))]:
         mask = torch.zeros_like(idx)
-        mask[0, list(kept)] = 1
-        alone = idx[mask.bool()][None]
-        _, loss, _ = ours(alone[:, :-1], alone[:, 1:])
-        assert abs(theirs(idx, attention_mask=mask, labels=idx).loss - loss) < 1e-5
+        total = 0
+        for i, place in enumerate(places):
+            mask[i, place] = 1
+            alone = idx[i:i + 1, place]
+            total += ours(alone[:, :-1], alone[:, 1:], reduction='none')[1].sum()
+        loss = theirs(idx, attention_mask=mask, labels=idx).loss
+        assert abs(loss - total / (11 + 16)) < 1e-5
 
 
 def test_loaded_in_inference_mode_and_trained(exported):
@@ -216,16 +190,6 @@ def test_loaded_in_inference_mode_and_trained(exported):
     with torch.inference_mode():
         model(random_ids(1, 4))
     model(random_ids(1, 4), labels=random_ids(1, 4)).loss.backward()
-
-
-@torch.no_grad()
-def test_auto_model_gives_states(exported):
-    ours, _, folder = exported('papaformer')
-    model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    states = model(random_ids(2, 8), attention_mask=torch.ones(2, 8)).last_hidden_state
-    assert (states - ours.features(random_ids(2, 8))[0]).abs().max() < 1e-5
-    assert model.config.hidden_size == states.size(-1) == 32
-    assert model.config.max_position_embeddings == 24
 
 
 # ---- Tokenizers ---------------------------------------------------------------------------------
@@ -276,16 +240,20 @@ def test_what_is_refused(run, data_dir, tmp_path):
     assert 'reads chunks' in run('tools.export_hf', chunks, code=2).stderr
     routed = make_run(tmp_path / 'routed', data_dir / 'toy_stories', 'arena.sigmoid', {})
     assert 'which needs other files' in run('tools.export_hf', routed, code=2).stderr
+    message = run('tools.export_hf', chunks, f'--out={tmp_path}', code=2).stderr
+    assert 'exists already' in message
 
 
 FRESH = """
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 model = AutoModelForCausalLM.from_pretrained('model', trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained('model', trust_remote_code=True)
 ids = tokenizer(['The dogs', 'Once upon a time'], return_tensors='pt', padding=True)
 print(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.is_fast)
 print(model(**ids).logits.shape[-1], model.generate(**ids, max_new_tokens=3).shape[1])
+generate = pipeline('text-generation', model='model', trust_remote_code=True)
+print(len(generate('The dogs', max_new_tokens=3)))
 """
 
 
@@ -302,13 +270,13 @@ def test_as_a_user(run, data_dir, tmp_path):
     assert printed.count('the same ids, the same logits') == 2
     assert (folder / 'chck_99/config.json').exists()
     card = (folder / 'README.md').read_text()
-    for text in ('config/moep.py', 'bits per byte', '`toy_stories`', '2 steps', 'torch 2.'):
-        assert text in card
+    assert '2 steps' in card and '`toy_stories`' in card
     assert (folder / 'moep.py').read_bytes() == (ROOT / 'moep.py').read_bytes()
     (tmp_path / 'elsewhere').mkdir()
     folder.rename(tmp_path / 'elsewhere/model')
     done = subprocess.run([sys.executable, '-I', '-c', FRESH], cwd=tmp_path / 'elsewhere',
                           text=True, capture_output=True, env=dict(HF_HOME=home, PATH=''))
     eot = load_tokenizer(tmp_path / 'out/moep').eot
-    first, second = done.stdout.splitlines()
+    first, second, third = done.stdout.splitlines()
     assert first == f'{eot} {eot} {eot} True' and second.startswith(f'{eot + 1} ')
+    assert third == '1'

@@ -1,7 +1,6 @@
 """sample.py on a small trained run, as a user calls it."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,13 +69,6 @@ def test_routes(call):
         assert len(ways) == 6
         for (_, a), (_, b) in zip(ways[::2], ways[1::2]):
             assert int(a) >= int(b) and abs(int(a) + int(b) - 100) <= 1
-
-
-def test_the_heaviest_choice_comes_first(data_dir, capsys):
-    model = SimpleNamespace(routes=lambda idx: dict(layer=torch.tensor([[[0.2, 0.0, 0.7, 0.1]]])))
-    tokenizer = load_tokenizer(data_dir / 'toy_stories')
-    sample.show_routes(model, tokenizer, torch.tensor([[5]]), 'each token')
-    assert capsys.readouterr().out.splitlines()[2].endswith('2:70 0:20 3:10')
 
 
 def test_routes_of_a_long_text_begin_with_the_prompt(call):

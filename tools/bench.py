@@ -5,7 +5,6 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/paper/gpt2.py config/paper/moep.py --batch_size 16 64 --dense
     python -m tools.bench config/paper/moep.py --sweep n_block=2,4,8,16    # cost against size
     python -m tools.bench config/moduleformer.py --generate 512            # decoding, cached or not
-    python -m tools.bench config/moduleformer.py --prefill --dense         # reading a long prompt
     python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
@@ -34,8 +33,6 @@ from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
 from train import Data, make_optimizer, train_step
-
-DATA_SHEET = dict(H200=989, H100=989, A100=312)          # TFLOP/s in bfloat16
 
 
 # ---- The rows of the table ----------------------------------------------------------------------
@@ -71,8 +68,6 @@ def plan_rows(args, extra):
             T = s.seq_len or keys['block_size']
             if args.generate:
                 s.batch_size, T = 1, args.generate + 1
-            elif args.prefill:
-                s.batch_size, T = 32, s.seq_len or 1024
             keys['block_size'] = max(T, keys['block_size'])
             model_config = make_config(module, keys)
             dense = dense_like(module.Model, model_config, T) if args.dense else None
@@ -224,20 +219,6 @@ def generation(model, rows, n, machine):
     return dict(tokens_per_s=rows * n / fast, no_cache=rows * n / slow, ms=1e3 * fast / n)
 
 
-@torch.no_grad()
-def prefill(model, rows, T, machine):
-    """One forward over (rows, T) tokens, logits of the last one."""
-    ids = torch.randint(model.config.vocab_size, (rows, T), device=machine.device)
-    head = model.head if hasattr(model, 'head') else model.wte
-
-    def read():
-        states, _ = model.features(ids)
-        return states[:, -1] @ head.weight.T.to(states.dtype)
-    with machine.autocast():
-        took = seconds(read, machine)
-    return dict(tokens_per_s=rows * T / took, ms=1e3 * took)
-
-
 def measure(row, args, machine, rate):
     """One line of the table."""
     s, model = row.s, row.build(args).to(machine.device).eval()
@@ -249,15 +230,10 @@ def measure(row, args, machine, rate):
     rows = s.batch_size
     if args.generate:
         speed = generation(model, rows, args.generate, machine)
-    elif args.prefill:
-        speed = prefill(model, rows, row.T, machine)
+        flops /= 3                                       # forward alone
     else:
         speed = training(model, s, row.T, machine)
         rows *= s.gradient_accumulation_steps
-    if args.generate or args.prefill:
-        flops /= 3                                       # forward alone
-    if args.prefill:
-        flops -= 2 * row.config.vocab_size * row.config.n_embd   # the head: last tokens alone
     gib = torch.cuda.max_memory_allocated() / 2 ** 30 if machine.cuda else None
     return dict(name=row.name, rows=rows, T=row.T, total=total, active=active, **speed, gib=gib,
                 flops_per_token=flops, share=flops * speed['tokens_per_s'] / rate)
@@ -300,7 +276,6 @@ def read_arguments():
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these')
     parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N',
                         help='decode N tokens instead')
-    parser.add_argument('--prefill', action='store_true', help='read 32 x 1,024 tokens instead')
     parser.add_argument('--vocab_size', type=between(1, 65536), default=16384,
                         help='where the config names none')
     parser.add_argument('--json', type=Path, help='write the table there')
@@ -314,10 +289,9 @@ def main():
     rate = matrix_rate(machine)
     uncached = '  no cache  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
-    known = [f' (data sheet: {DATA_SHEET[name]})' for name in DATA_SHEET if name in device]
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'
-          f"{''.join(known)}; a vocabulary of {args.vocab_size:,} where a config names none")
-    if machine.cuda and len(planned) > 1 and not (args.generate or args.prefill):
+          f'; a vocabulary of {args.vocab_size:,} where a config names none')
+    if machine.cuda and len(planned) > 1 and not args.generate:
         compile_rows(planned, args)
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
           '        ms     GiB   TFLOP/s  share', flush=True)

@@ -38,6 +38,20 @@ def same(a, b, least=0.0):
     return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, largest))
 
 
+def build(module, config):
+    """A fresh model in eval mode. Deterministic torch fills new memory with nan: a parameter that
+    nothing sets is seen."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = module.Model(deepcopy(config)).eval()
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+    for name, p in model.named_parameters():
+        assert not p.isnan().any(), f'{name} is never initialised: init_weights does not know it'
+    return model
+
+
 def rebuild(module, model, **changes):
     """The model as a checkpoint brings it back: from plain values and the state_dict."""
     json.dumps(asdict(model.config))                     # fails if something is not plain
@@ -276,7 +290,7 @@ def run_check(check, module, config):
     """-> ok, WRONG or -, and the check's docstring or what is wrong."""
     torch.manual_seed(0)
     try:
-        model = module.Model(deepcopy(config)).eval()
+        model = build(module, config)
         for p in model.parameters():
             p.data.add_(0.05 * torch.randn_like(p))
         return check(module, model, *batch(config)) or ('ok', check.__doc__)

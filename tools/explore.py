@@ -2,7 +2,7 @@
 Where do tokens go, and does a choice mean something? One page to look at in a browser.
 
     python -m tools.explore out/moep                        # writes out/moep/explore.html
-    python -m tools.explore out/moep out/mine               # two runs side by side
+    python -m tools.explore out/moep out/mine               # out/moep/explore_moep_mine.html
     python -m tools.explore out/moep --prompt "The dogs near the tree are happy."
     python -m tools.explore out/moep --text notes.txt --tokens 20000 --out routes.html
 
@@ -222,7 +222,7 @@ def read_arguments():
     text.add_argument('--prompt', help='a text to show')
     parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000,
                         help='to read at most')
-    parser.add_argument('--out', help="the page; if not given, explore.html in the first run's")
+    parser.add_argument('--out', help="the page; if not given, in the first run's folder")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
 
@@ -241,7 +241,8 @@ def main():
             print(f"  {layer['name']:16} {shared}; load in percent: {load}")
         for note in run['notes']:
             print(f'  {note}')
-    out = args.out or Path(runs[0]['folder'], 'explore.html')
+    names = [Path(run['folder']).name for run in runs] if len(runs) > 1 else []
+    out = args.out or Path(runs[0]['folder'], '_'.join(['explore', *names]) + '.html')
     data = json.dumps(runs, ensure_ascii=False).replace('<', '\\u003c')
     template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
     with new_file(out) as file:

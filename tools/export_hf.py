@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, new_file, reading, run_main
+from plumbing.cli import Parser, UserError, run_main
 from plumbing.settings import ROOT, import_model
 from plumbing.tokenizer import EOT, PATTERN, byte_letters
 from tools.lora import merge_lora
@@ -68,7 +68,7 @@ def tokenizer_json(tokenizer):
 
 def export(path, folder):
     """One checkpoint -> the files of `folder`."""
-    from safetensors.torch import save
+    from safetensors.torch import save_file
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
@@ -83,7 +83,6 @@ def export(path, folder):
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)
     ids = {f'{name}_id': tokenizer.eot for name in special}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'config.json').unlink(missing_ok=True)     # it comes last: without it nothing loads
     files = {
         'generation_config.json': ids,
         'tokenizer.json': tokenizer_json(tokenizer),
@@ -97,23 +96,18 @@ def export(path, folder):
         write_indented(folder / name, content)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
     wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
-    write(folder / 'modeling_nanopaths.py', wrapper)
-    write(folder / 'README.md', model_card(model, ckpt).encode())
+    (folder / 'modeling_nanopaths.py').write_bytes(wrapper)
+    (folder / 'README.md').write_text(model_card(model, ckpt), encoding='utf-8')
     for name in (f"{ckpt['model']}.py", 'LICENSE'):
-        write(folder / name, (ROOT / name).read_bytes())
+        (folder / name).write_bytes((ROOT / name).read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
-    write(folder / 'model.safetensors', save(weights, metadata=dict(format='pt')))
+    save_file(weights, folder / 'model.safetensors', metadata=dict(format='pt'))
     write_indented(folder / 'config.json', hf_config(model, ckpt) | ids)
     return model, tokenizer
 
 
-def write(path, content):
-    with new_file(path, 'wb') as file:
-        file.write(content)
-
-
 def write_indented(path, content):
-    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + '\n').encode())
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
 def hf_config(model, ckpt):
@@ -124,8 +118,8 @@ def hf_config(model, ckpt):
     home = 'modeling_nanopaths.Nanopaths'
     return dict(
         model_type='nanopaths', architectures=['NanopathsForCausalLM'],
-        auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
-                      AutoModelForCausalLM=f'{home}ForCausalLM'),
+        auto_map=dict(AutoConfig=f'{home}Config', AutoModelForCausalLM=f'{home}ForCausalLM'),
+        tokenizer_class='PreTrainedTokenizerFast',
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
         context_limit=context_limit(model), hidden_size=states.size(-1),
         num_hidden_layers=len(cache), vocab_size=model.config.vocab_size,
@@ -135,20 +129,12 @@ def hf_config(model, ckpt):
 # ---- The model card -----------------------------------------------------------------------------
 
 def model_card(model, ckpt):
-    """README.md of the folder: what the run's log says of itself."""
+    """README.md of the folder."""
     total, active = model.count_params()
     summary = (import_model(ckpt['model']).__doc__ or '').strip().split('\n')[0]
-    rows = {
-        'model': f"`{ckpt['model']}.py`: {summary}",
-        'parameters': f'{total:,}; {active:,} active per token',
-        'context': f'{model.config.block_size:,} tokens',
-        'data': f"`{ckpt['settings']['data']}`",
-        'trained': f"{ckpt['iter']:,} steps, {ckpt['words']:,.0f} words"}
-    log = Path(ckpt['folder'], 'log.jsonl')
-    if log.exists():
-        rows |= read_log(log, ckpt['iter'])
-    lines = [f'| {name} | ' + text.replace('|', '\\|') + ' |' for name, text in rows.items()]
-    return CARD.format(title=Path(ckpt['folder']).name, table='\n'.join(lines), file=ckpt['model'])
+    return CARD.format(title=Path(ckpt['folder']).name, file=ckpt['model'], summary=summary,
+                       total=total, active=active, context=model.config.block_size,
+                       data=ckpt['settings']['data'], steps=ckpt['iter'], words=ckpt['words'])
 
 
 CARD = """---
@@ -160,9 +146,10 @@ tags: [nanopaths]
 
 # {title}
 
-| | |
-|---|---|
-{table}
+{summary}
+
+{total:,} parameters, {active:,} active per token; a context of {context:,} tokens. Trained for
+{steps:,} steps on {words:,.0f} words of `{data}`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,22 +162,6 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 `{file}.py` is the model, in one file that you can read. `modeling_nanopaths.py` is a thin wrapper.
 Licence: both files are MIT. The text that the model was trained on has a licence of its own.
 """
-
-
-def read_log(path, step):
-    """{name: text}: what the log says of the run, and of its last validation up to this step."""
-    rows = {}
-    with reading(path):
-        for line in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if 'run' in line:
-                run = line['run']
-                rows['command'] = f"`python {run['command']}`"
-                rows['machine'] = f"{run['device']}, torch {run['torch']}, {run['dtype']}"
-            if 'val' in line and line['iter'] <= step:
-                for name, score in line['val'].items():
-                    loss, bits = f"{score['loss']:.4f}", f"{score['bits_per_byte']:.4f}"
-                    rows[f'validation, `{name}`'] = f'loss {loss}, {bits} bits per byte'
-    return rows
 
 
 # ---- Whether it is the same model ---------------------------------------------------------------
@@ -223,6 +194,8 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     home = Path(read_checkpoint(args.run)['folder'])
     out = Path(args.out or home / 'hf')
+    if out.exists() and any(out.iterdir()):              # what it holds would be loaded as code
+        raise UserError(f'{out} exists already: remove it, or name another --out')
     paths = [Path(args.run)]
     if args.revision_per_checkpoint:
         paths += home.glob('ckpt_*.pt')

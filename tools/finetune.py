@@ -190,16 +190,14 @@ def majority(train_labels, labels, task):
     return score_predictions([statistics.mode(train_labels)] * len(labels), labels, task)
 
 
-def averages(results, blimp):
-    """As in PaPaformer's Table 7: the mean of each suite's tasks, and of BLiMP and both suites."""
+def averages(results):
+    """As in PaPaformer's Table 7: the mean of each suite's tasks."""
     means = {}
     for suite in ('GLUE', 'SuperGLUE'):
         members = [name for name, task in TASKS.items() if task.suite == suite]
         scores = [r['mean'][TASKS[r['task']].metrics[0]] for r in results if r['task'] in members]
         if scores:
             means[suite] = dict(mean=statistics.fmean(scores), tasks=len(scores), of=len(members))
-    if blimp is not None and len(means) == 2:
-        means['macro'] = dict(mean=(blimp + means['GLUE']['mean'] + means['SuperGLUE']['mean']) / 3)
     return means
 
 
@@ -351,18 +349,6 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
         task = rest = ''                                 # its other metrics stand below
 
 
-def read_blimp(path, run):
-    """The score of a run in what eval_blimp.py --json wrote."""
-    def find(name):                                      # a name in out/ will do
-        return (Path(name) if Path(name).exists() else Path('out', name)).resolve()
-    with reading(path):
-        result = json.loads(path.read_text(encoding='utf-8'))
-        scores = {find(r['checkpoint']): r['overall'] for r in result['runs']}
-    if find(run) not in scores:
-        raise UserError(f'{path} has no score of {run}')
-    return scores[find(run)]
-
-
 def numbers(text):
     return [int(number) for number in text.split(',')]
 
@@ -386,7 +372,6 @@ def read_arguments():
     parser.add_argument('--length', type=between(8, 10 ** 6), default=128,
                         help='cut texts to this many tokens (at most block_size)')
     parser.add_argument('--num', type=count, help='train on the first NUM examples only')
-    parser.add_argument('--blimp', type=Path, help='a file of eval_blimp.py --json')
     parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
@@ -395,7 +380,6 @@ def read_arguments():
 def main():
     args = read_arguments()
     machine = Machine(args.device)
-    blimp = read_blimp(args.blimp, args.run) if args.blimp else None
     if args.data == Path('data/toy_glue'):
         make_missing_toys([args.data.name], args.data.parent)
     sets = {}                                            # by task; all are read before any work
@@ -414,16 +398,12 @@ def main():
     for name, (train_set, valid_set) in sets.items():
         results.append(run_task(name, train_set, valid_set, model, tokenizer, args, machine))
         show(**results[-1])
-        means = averages(results, blimp)
+        means = averages(results)
         if args.json:                                    # after every task: nothing done is lost
             write_json(args.json, dict(settings=vars(args), model=ckpt['model'], averages=means,
                                        tasks=results))
     for suite, value in means.items():
-        if suite == 'macro':
-            about = f'with BLiMP {blimp:.2f}'
-        else:
-            about = f"{value['tasks']} of its {value['of']} tasks"
-        print(f"{suite:21}{value['mean']:8.2f}   {about}")
+        print(f"{suite:21}{value['mean']:8.2f}   {value['tasks']} of its {value['of']} tasks")
 
 
 if __name__ == '__main__':

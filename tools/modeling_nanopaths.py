@@ -1,18 +1,17 @@
 """
-A nanopaths model for Hugging Face transformers (tried with 4.51 and 5.22). tools/export_hf.py puts
+A nanopaths model for Hugging Face transformers (tried with 4.51 and 5.23). tools/export_hf.py puts
 this file beside the model's own file, which stays as it is.
 
 The models know no padding. So the wrapper moves the real tokens of each row to the front: a model
-is causal, and what stands behind a token cannot reach it.
+is causal, and what stands behind a token cannot reach it. `generate` has a cache where no row is
+padded; a padded batch is read anew for every token.
 """
 
 import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .moep import Config, Model          # export_hf writes the name of the model's file here
-
-UNKNOWN = ('position_ids', 'inputs_embeds', 'output_attentions', 'output_hidden_states')
 
 
 class NanopathsConfig(PretrainedConfig):
@@ -25,8 +24,8 @@ class NanopathsConfig(PretrainedConfig):
         super().__init__(**others)
 
 
-class NanopathsModel(PreTrainedModel):
-    """(B, T) ids -> last_hidden_state (B, T, D), after the final norm."""
+class NanopathsForCausalLM(PreTrainedModel, GenerationMixin):
+    """(B, T) ids -> logits (B, T, V); with labels, their loss too."""
     config_class = NanopathsConfig
     base_model_prefix = 'nanopaths'
 
@@ -50,64 +49,40 @@ class NanopathsModel(PreTrainedModel):
     def get_input_embeddings(self):
         return self.model.wte
 
-    def resize_token_embeddings(self, *args, **keys):
-        raise ValueError('the vocabulary of this model cannot be resized')
-
-    def compute(self, ids, cache=None):
-        """What this class returns for each token, and the auxiliary losses."""
-        return self.model.features(ids, cache)
-
-    def compute_cached(self, ids, mask, past, others):
-        """`compute` of all tokens, or of new ones behind those that `past` has read."""
-        for name in UNKNOWN:
-            if others.get(name) is not None and others[name] is not False:
-                raise ValueError(f'{name} is not supported')
-        if past is not None and not isinstance(past, Past):
-            raise ValueError('past_key_values must be what this model has returned')
-        keep = kept_tokens(ids, mask, past)
-        if past is not None:
-            return past.extend(self, ids, keep)
-        if keep.all():
-            return self.compute(ids)
-        order = front(keep)
-        out, aux = self.compute(ids.gather(1, order))
-        return restore(out, order, keep), aux
-
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None,
-                return_dict=True, **others):
-        past = Past() if use_cache and past_key_values is None else past_key_values
-        states, _ = self.compute_cached(input_ids, attention_mask, past, others)
-        output = BaseModelOutputWithPast(last_hidden_state=states, past_key_values=past)
-        return output if return_dict is not False else output.to_tuple()
-
-
-class NanopathsForCausalLM(NanopathsModel, GenerationMixin):
-    """(B, T) ids -> logits (B, T, V); with labels, their loss too."""
-
-    def compute(self, ids, cache=None):
-        logits, _, aux = self.model(ids, cache=cache)
-        return logits, aux
-
     def forward(self, input_ids, attention_mask=None, labels=None, past_key_values=None,
-                use_cache=None, return_dict=True, **others):
+                use_cache=None, return_dict=True, num_items_in_batch=None, **others):
         past = Past() if use_cache and past_key_values is None else past_key_values
-        logits, aux = self.compute_cached(input_ids, attention_mask, past, others)
+        keep = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            keep = attention_mask[:, -input_ids.size(1):].bool()
+        if past_key_values is not None and not keep.all():
+            raise ValueError('a cache takes no padding')
+        if past is not None and keep.all():
+            logits, aux = past.extend(self, input_ids)
+        else:
+            past = None
+            logits, aux = self.compute_padded(input_ids, keep)
         loss = None
         if labels is not None:
-            keep = kept_tokens(input_ids, attention_mask, past)
-            loss = self.loss(logits, labels, keep, aux, others.get('num_items_in_batch'))
+            loss = self.loss(logits, labels, keep, aux, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
         return output if return_dict is not False else output.to_tuple()
+
+    def compute_padded(self, ids, keep):
+        """Logits where the tokens stood, 0 at padding; and the auxiliary losses."""
+        longest = max(1, int(keep.sum(1).max()))
+        order = (~keep).int().argsort(dim=1, stable=True)[:, :longest]
+        logits, _, aux = self.model(ids.gather(1, order))
+        padded = logits.new_zeros(*ids.shape, logits.size(-1))
+        padded = padded.scatter(1, order[:, :, None].expand_as(logits), logits)
+        return padded.masked_fill(~keep[:, :, None], 0), aux
 
     def loss(self, logits, labels, keep, aux, n_items):
         """Of each next token; -100 is not a target. Trainer gives the number of targets in all
         batches that it accumulates: then this is the batch's share of their mean."""
-        V = logits.size(-1)
-        if not keep.all():                               # padding must not separate neighbours
-            order = front(keep)
-            logits = logits.gather(1, order[:, :, None].expand(-1, -1, V))
-            labels = labels.masked_fill(~keep, -100).gather(1, order)
-        loss = self.loss_function(logits, labels, vocab_size=V, num_items_in_batch=n_items)
+        labels = labels.masked_fill(~(keep & keep.roll(1, 1)), -100)     # padding predicts nothing
+        loss = self.loss_function(logits, labels, vocab_size=logits.size(-1),
+                                  num_items_in_batch=n_items)
         share = 1 if n_items is None else (labels[:, 1:] != -100).sum() / n_items
         if self.training:
             for name, weight in self.config.aux_weights.items():
@@ -116,103 +91,40 @@ class NanopathsForCausalLM(NanopathsModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None,
                                       use_cache=True, **others):
-        if attention_mask is not None and not attention_mask[:, -1].all():
-            raise ValueError("generate needs padding on the left: tokenizer.padding_side = 'left'")
-        past = Past() if use_cache and past_key_values is None else past_key_values
+        is_padded = attention_mask is not None and not attention_mask.all()
+        past = past_key_values or (Past() if use_cache and not is_padded else None)
         new = input_ids[:, past.n_read:] if past else input_ids
         if self.config.context_limit:
             new = new[:, -self.config.context_limit:]
         if past:
             past.n_read = input_ids.size(1) - new.size(1)
-        mask = attention_mask if attention_mask is None else attention_mask[:, -new.size(1):]
+        mask = attention_mask[:, -new.size(1):] if is_padded else None
         return dict(input_ids=new, attention_mask=mask, past_key_values=past)
 
     def _supports_default_dynamic_cache(self):           # generate is to leave the cache to us
         return False
 
-    def _reorder_cache(self, past, beam_idx):
-        return past.reorder_cache(beam_idx)
-
-
-def kept_tokens(ids, mask, past):
-    """(B, T): True for real tokens. The mask is (B, T) or (B, T, T), or covers the past as well."""
-    if mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    (B, T), n_read = ids.shape, past.n_read if past else 0
-    if tuple(mask.shape) not in ((B, T), (B, T, T), (B, n_read + T)):
-        raise ValueError(f'attention_mask is {tuple(mask.shape)}, not {(B, T)} or {(B, T, T)}')
-    keep = mask.bool()
-    if mask.dim() == 3:
-        keep = keep.diagonal(dim1=1, dim2=2)             # does a token see itself?
-        causal = torch.ones_like(mask[0], dtype=torch.bool).tril()
-        as_expected = (keep[:, None] & causal) == mask.bool()
-        if not as_expected[keep].all():
-            raise ValueError('attention_mask may hide padding and the future, and nothing else')
-    return keep[:, -T:]
-
-
-def front(keep):
-    """(B, N): the columns of each row's kept tokens, in order; in shorter rows others follow."""
-    longest = max(1, int(keep.sum(1).max()))
-    return (~keep).int().argsort(dim=1, stable=True)[:, :longest]
-
-
-def restore(out, order, keep):
-    """Back to the columns where the tokens stood; 0 where a token was masked."""
-    full = out.new_zeros(*keep.shape, out.size(-1))
-    full = full.scatter(1, order[:, :, None].expand_as(out), out)
-    return full.masked_fill(~keep[:, :, None], 0)
-
 
 class Past:
-    """What generate keeps from step to step. Rows without padding share one cache; with padding
-    each row has its own, as if it were alone."""
+    """What generate keeps from step to step."""
     is_compileable = False                               # generate asks
 
     def __init__(self):
-        self.n_read = 0                                  # tokens of a row, padding included
-        self.parts = []                                  # [(ids, cache)] of all rows, or of each
+        self.n_read = 0
+        self.ids = None
+        self.cache = []
 
     def get_seq_length(self, layer=0):
         return self.n_read
 
-    def extend(self, model, ids, keep):
-        """`compute` of new tokens."""
-        if not self.parts:
-            n_parts = 1 if keep.all() else len(ids)
-            self.parts = [(rows[:, :0], []) for rows in ids.chunk(n_parts)]
-        n_parts = len(self.parts)
-        if n_parts < len(ids) and not keep.all():
-            raise ValueError('padding may stand only in the first tokens that a cache reads')
-        outputs, aux = [], {}
-        for i, (rows, kept) in enumerate(zip(ids.chunk(n_parts), keep.chunk(n_parts))):
-            order = front(kept)
-            new = rows.gather(1, order) if kept.any() else rows[:, :1]   # padding alone: any token
-            out, aux = self.extend_part(model, i, new, kept.any())
-            outputs.append(restore(out, order, kept))
-        self.n_read += ids.size(1)
-        return torch.cat(outputs), aux
-
-    def extend_part(self, model, i, new, remember):
-        """As `generate` in the model's file: a full cache restarts from its last half."""
-        before, cache = self.parts[i]
+    def extend(self, model, new):
+        """Logits of new tokens. As `generate` in the model's file: a full cache restarts from its
+        last half."""
         n_new = new.size(1)
-        ids = torch.cat((before, new), 1)
+        self.ids = new if self.ids is None else torch.cat((self.ids, new), 1)
+        self.n_read += n_new
         limit = model.config.context_limit
-        if limit and cache and cache[0][0].size(2) + n_new > limit:
-            cache, new = [], ids[:, -max(n_new, limit // 2):]
-        if not remember:
-            return model.compute(new)
-        self.parts[i] = (ids, cache)
-        out, aux = model.compute(new, cache)
-        return out[:, -n_new:], aux
-
-    def reorder_cache(self, beam_idx):
-        """Beam search: row i goes on from row beam_idx[i]."""
-        if len(self.parts) > 1:
-            self.parts = [(self.parts[i][0], list(self.parts[i][1])) for i in beam_idx.tolist()]
-        else:
-            ids, cache = self.parts[0]
-            pick = lambda x: x[beam_idx] if len(x) == len(ids) else x    # positions are of all rows
-            self.parts = [(ids[beam_idx], [tuple(map(pick, layer)) for layer in cache])]
-        return self
+        if limit and self.cache and self.cache[0][0].size(2) + n_new > limit:
+            self.cache, new = [], self.ids[:, -max(n_new, limit // 2):]
+        logits, _, aux = model.model(new, cache=self.cache)
+        return logits[:, -n_new:], aux
