@@ -263,8 +263,10 @@ class MoEP(nn.Module):
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
-            if name in ('shrink.down', 'grow.down'):
-                std = 0.02 if self.config.swiglu else 1 / math.sqrt(p.size(1))
+            if name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down'):
+                std = 1 / math.sqrt(p.size(1))
+                if self.config.swiglu:                   # 0.02 at the paper's width
+                    std = 0.02 * math.sqrt(384 / self.config.n_embd)
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
             if name.endswith('bias'):

@@ -1,4 +1,4 @@
-"""The base model of the recipe in docs/selfmoe.md: a small LLaMA without gates, on the toy stories."""
+"""The base model of the recipe in docs/selfmoe.md: a small LLaMA without gates, on toy stories."""
 model = 'selfmoe'
 data = 'toy_stories'
 

@@ -1,5 +1,5 @@
-"""Early exit on the toy stories: training drops layers and adds the loss at earlier exits, so that the
-first layers can draft what the others verify (python -m papers.depth out/stlm_exit).
+"""Early exit on the toy stories: training drops layers and adds the loss at earlier exits, so that
+the first layers can draft what the others verify (python -m papers.depth out/stlm_exit).
 
     --exit_loss=False --layer_dropout=0.0 --aux_weights='{}'       # the same model without
 """

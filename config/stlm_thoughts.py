@@ -1,5 +1,5 @@
-"""Next thoughts (section 5.4) on toy math: a chunk is a sentence of up to 12 tokens. The small encoder
-reads it, the core predicts the next one, the small decoder spells it.
+"""Next thoughts (section 5.4) on toy math: a chunk is a sentence of up to 12 tokens. The small
+encoder reads it, the core predicts the next one, the small decoder spells it.
 
     python -m papers.exact_answer out/stlm_thoughts --max_new_tokens=65     # five sentences
 

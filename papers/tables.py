@@ -327,39 +327,6 @@ def moep_tasks():
                    f'{reading} (mean)', '')
 
 
-def moep_words():
-    curves = {}
-    for kind, seeds in finished().items():
-        measured = [run['blimp'].get('babylm2025 fast') for run in seeds]
-        if any(measured):
-            curves[kind] = [curve for curve in measured if curve]
-
-    def nearest(curve, words):
-        return min(curve, key=lambda point: abs(point[0] - words))[1]
-
-    yield join('words', *(f"{NAMES['moep'][kind]}, seeds: {len(seeds)}"
-                          for kind, seeds in curves.items()))
-    for million in (1, 2, 3, 5, 7, 10, 20, 30, 40, 60, 80, 100):
-        yield join(f'{million}M', *(spread([nearest(curve, 1e6 * million) for curve in seeds], 1)
-                                    for seeds in curves.values()))
-
-
-def moep_routes():
-    steps = (2000, 6000, 10000, 18303)
-
-    def cell(evaluation):
-        if evaluation is None:
-            return '-'
-        loss = f"{evaluation['val']['babylm']['loss']:.3f}"
-        return f'{loss}, {unused(evaluation)}' if 'unused' in evaluation else loss
-
-    yield join('model and balance loss', 'seed',
-               *(f'step {step:,}: val loss, unused' for step in steps))
-    for run in read('moep'):
-        at = {e['iter']: e for e in run['evaluations']}
-        yield join(NAMES['moep'][run['run']], run['seed'], *(cell(at.get(step)) for step in steps))
-
-
 # ---- GLUE ---------------------------------------------------------------------------------------
 
 
@@ -378,25 +345,6 @@ def glue():
             times.append(f'{min(minutes):.1f} to {max(minutes):.1f}')
         yield join(f'{name}, {metric}', f"{gpt2['train']:,}, {gpt2['valid']:,}",
                    f"{gpt2['majority'][metric]:.2f}", *scores, *times)
-
-
-def papaformer_glue():
-    """Fine-tuned models of the second phase, over all seeds of all models of a kind"""
-    columns = (('wsc', 'accuracy'), ('rte', 'accuracy'), ('mrpc', 'F1'), ('mrpc', 'accuracy'),
-               ('cola', 'Matthews'))
-    rows = [row for row in read('glue') if row['run'].startswith('p2-')]
-    header = []
-    for task, metric in columns:
-        majority = next(row for row in rows if row['task'] == task)['majority'][metric]
-        header.append(f'{GLUE[task]}, {metric}; majority {majority:.1f}')
-    yield join('model', *header)
-    for kind in ('llama256', 'llama192', 'share', 'gumbel1', 'gumbel2'):
-        tuned = [row for row in rows if kind in row['run']]
-        scores = []
-        for task, metric in columns:
-            seeds = [row['seeds'].values() for row in tuned if row['task'] == task]
-            scores.append(spread([score[metric] for seed in seeds for score in seed], 1))
-        yield join(PAPAFORMER[kind], *scores)
 
 
 # ---- Self-MoE -----------------------------------------------------------------------------------
