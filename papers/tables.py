@@ -1,8 +1,8 @@
 """
 Rebuild the tables in README.md and docs/*.md from papers/results/*.jsonl.
 
-    python papers/tables.py              # rewrite the tables
-    python papers/tables.py --check      # only say which pages would change
+    python -m papers.tables              # rewrite the tables
+    python -m papers.tables --check      # only say which pages would change
 
 The table between <!-- NAME --> and <!-- end --> is a row of RUNS below, a function of this file, or
 results/NAME.jsonl as it is: each key a column. papers/README.md describes the files.

@@ -1,4 +1,4 @@
-"""Readers of text: lines, rows of JSON, articles of a Wikimedia dump."""
+"""Readers of text: lines, rows of JSON, logs, articles of a Wikimedia dump."""
 
 import html
 import importlib
@@ -44,7 +44,15 @@ def read_rows(path, names, hint=''):
         yield number, row
 
 
-# ---- Articles of a Wikimedia dump ---------------------------------------------------------------
+def read_log(folder):
+    """The lines of a run's log, but for the one that a run which trains is just writing."""
+    path = Path(folder, 'log.jsonl')
+    with reading(path):
+        lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith('\n')]
+
+
+# ---- Articles of a Wikimedia dump as plain text -------------------------------------------------
 
 # Each pattern removes what lies innermost; applied again, what lies around it. None looks past the
 # next opening of its own kind: a text with many that never close would take quadratic time.
