@@ -14,7 +14,8 @@ from conftest import ROOT
 PAGE = (ROOT / 'docs' / 'tour.md').read_text(encoding='utf-8')
 NUMBER = re.compile(r'[-+]?\d[\d,]*(?:\.\d+)?')
 SHORTER = [('max_iters = 80\n', 'max_iters = 4\n'), ('seed in 1 2 3;', 'seed in 1 2;'),
-           ('seed in (1, 2, 3):', 'seed in (1, 2):')]
+           ('seed in (1, 2, 3):', 'seed in (1, 2):'),
+           ('tools.check arena.mine\n', 'tools.check arena.mine --config=config/tour.py\n')]
 UNTRAINED = ('show(', 'balance_loss', 'count_params')     # Python blocks that read no run
 
 
