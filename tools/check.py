@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.settings import make_config, read_settings
+from plumbing.settings import import_model, make_config, read_settings
 
 
 def batch(config):
@@ -310,7 +310,8 @@ def find_settings(name):
         if isinstance(settings, dict) and settings['model'] == name:
             arguments = [f'--{key}={value!r}' for key, value in settings.items()]
             return f'arena/entries.py: {entry}', arguments
-    return 'its defaults', []
+    parent = Path(f'config/{import_model(name).Config.__module__}.py')  # a router's
+    return (str(parent), [str(parent)]) if parent.exists() else ('its defaults', [])
 
 
 def main():

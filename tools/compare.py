@@ -155,7 +155,7 @@ def add_differences(runs):
     for run in runs[1:]:
         for name in run['losses'].keys() & runs[0]['losses']:
             difference = run['losses'][name] - runs[0]['losses'][name]
-            run['cells']['validation'][f'{name}: last loss, difference'] = f'{difference:+.4f}'
+            run['cells']['validation'][f'{name}: difference'] = f'{difference:+.4f}'
 
 
 def have_seeds(runs):
