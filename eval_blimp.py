@@ -5,7 +5,7 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
     python eval_blimp.py out/moep --data data/blimp --paradigms    # BLiMP itself, all 67 paradigms
     python eval_blimp.py out/moep --data data/blimp_fast --mode babylm2025    # BabyLM's own subset
     python eval_blimp.py out/moep --data data/blimp --json blimp.json     # every pair's scores too
-    python eval_blimp.py out/moep/ckpt_*.pt out/gpt2 --data data/blimp --plot curve.png
+    python eval_blimp.py out/moep/ckpt_*.pt out/gpt2 --data data/blimp --json curve.json
 
 `python prepare.py blimp` downloads BLiMP. BabyLM's subsets are folders of its evaluation data
 (docs/eval_blimp.md); `python prepare.py blimp --name blimp_fast --input FOLDER` copies one.
@@ -304,21 +304,6 @@ def show(paradigms, runs, skipped, args):
               'published by the authors of BLiMP, for all pairs')
 
 
-def plot(runs, path):
-    """Accuracy over words, a line per run."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.add_subplot()
-    for folder in dict.fromkeys(run['folder'] for run in runs):
-        points = sorted((run['words'], run['overall']) for run in runs if run['folder'] == folder)
-        axes.plot(*zip(*points), marker='o', label=folder)
-    shorter = {name: r['shorter'] for name, r in runs[0]['paradigms'].items()}
-    axes.axhline(mean(shorter, list(shorter)), color='grey', linestyle=':', label='fewer tokens')
-    axes.set(xlabel='words', ylabel='BLiMP accuracy (%)')
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches='tight')
-
-
 # ---- The command line ---------------------------------------------------------------------------
 
 def read_arguments():
@@ -335,8 +320,6 @@ def read_arguments():
                         help='print every paradigm, not only fields and phenomena')
     parser.add_argument('--json', type=Path, metavar='FILE',
                         help='write everything, the scores of every pair too')
-    parser.add_argument('--plot', type=Path, metavar='FILE',
-                        help='draw the learning curve (needs matplotlib)')
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     parser.add_argument('--batch_tokens', type=between(0, 2 ** 24), default=0,
                         help='tokens in a batch, padding included; 0: automatic')
@@ -359,8 +342,6 @@ def main():
     if args.json:
         about = dict(data=str(args.data), mode=args.mode, device=args.device, skipped=skipped)
         write_json(args.json, dict(about, runs=runs))
-    if args.plot:
-        plot(runs, args.plot)
 
 
 if __name__ == '__main__':

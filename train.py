@@ -425,6 +425,22 @@ def train_step(model, optimizer, data, s, machine, starts, memory=None):
     return mean, norm.full_tensor() if s.shard and machine.world > 1 else norm
 
 
+def fast_step(model, optimizer, data, s, machine, steps):
+    """train_step as a function of starts (and memory), as fast as settings and machine allow:
+    compiled, as a CUDA graph, in several processes. It takes this many steps."""
+    is_sharded = s.shard and machine.world > 1
+    eager = is_sharded or s.checkpoint_activations       # their hooks cannot be compiled
+    by_default = machine.cuda and steps >= 200           # compiling takes half a minute
+    if not eager and (by_default if s.compile is None else s.compile):
+        model = compile_model(model, as_one_graph=steps >= 50_000)   # pays only in a long run
+    if machine.world > 1 and not is_sharded:             # copies that add up their gradients
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    step = functools.partial(train_step, model, optimizer, data, s, machine)
+    if s.memory or eager:               # a graph needs tensors that stay: memory is new each step
+        return step
+    return CUDAGraphStep(step, machine, wanted=s.graph)
+
+
 def last_keys(k, v, n):
     """The last n, as copies: a view would keep all of them in memory."""
     last = k[:, :, -n:].detach().clone()
@@ -513,8 +529,7 @@ def main():
     model.to(machine.device).train()
     if s.checkpoint_activations:
         recompute_blocks(model)
-    is_sharded = s.shard and machine.world > 1
-    if is_sharded:
+    if s.shard and machine.world > 1:
         shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
     memory = None                       # with --memory: keys and values of each micro-batch's past
@@ -532,17 +547,7 @@ def main():
         if not (hasattr(model, 'set_dropout') and model.config.dropout):
             raise UserError('dropout_schedule needs a model with set_dropout, and dropout above 0')
         model.set_dropout(0.0)          # a tensor from now on: the loop sets it without recompiling
-    eager = is_sharded or s.checkpoint_activations       # their hooks cannot be compiled
-    by_default = machine.cuda and last_step - it >= 200  # compiling takes half a minute
-    compiles = not eager and (by_default if s.compile is None else s.compile)
-    trained = model
-    if compiles:                        # as one graph takes longer, and pays only in a long run
-        trained = compile_model(model, as_one_graph=last_step - it >= 50_000)
-    if machine.world > 1 and not is_sharded:             # copies that add up their gradients
-        trained = torch.nn.parallel.DistributedDataParallel(trained)
-    step = functools.partial(train_step, trained, optimizer, data, s, machine)
-    if not (s.memory or eager):         # a graph needs tensors that stay: memory is new each step
-        step = CUDAGraphStep(step, machine, wanted=s.graph)
+    step = fast_step(model, optimizer, data, s, machine, last_step - it)
 
     # the run's folder
     log = open_log(out, ckpt, s) if machine.rank == 0 else open(os.devnull, 'w')

@@ -63,7 +63,6 @@ TOY = dict(
     dense_moe_shared_muon_flops=experts | muon | dict(n_expert=8, top_k=2, n_shared=2),
 
     moep=moep,
-    moep_swiglu=moep | dict(n_embd_parallel=32, swiglu=True, expert_hidden=48),
 
     papaformer_share=papaformer,
     papaformer_gumbel=papaformer | GUMBEL,
@@ -150,7 +149,6 @@ BABY = dict(
 
     moep=moep,
     moep_flops=moep | dict(n_parallel=13),
-    moep_swiglu=moep | dict(n_parallel=6, swiglu=True, expert_hidden=512, learning_rate=1e-3),
 
     papaformer_share=papaformer,
     papaformer_share_flops=papaformer | dict(n_parallel=17),

@@ -1,1 +1,1 @@
-"""Smaller tools, run from the repository's root: python -m tools.bench, tools.exact_answer, ..."""
+"""Tools, run from the repository's root: python -m tools.compare, tools.check, ..."""

@@ -14,7 +14,6 @@ machine's rate is that of one large matrix product in the same run. Any setting 
 """
 
 import contextlib
-import functools
 import importlib.util
 import multiprocessing
 import os
@@ -29,10 +28,10 @@ import torch
 
 from moep import MoEPConfig
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
-from plumbing.machine import CUDAGraphStep, Machine, compile_model
+from plumbing.machine import Machine
 from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
-from train import Data, make_optimizer, train_step
+from train import Data, fast_step, make_optimizer
 
 
 # ---- The rows of the table ----------------------------------------------------------------------
@@ -179,11 +178,7 @@ def make_step(model, s, T, machine):
     data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
     if hasattr(model, 'configure_optimizers'):
         return nanogpt_step(model, data, s, machine)
-    optimizer = make_optimizer(model, s, machine)
-    compiles = machine.cuda if s.compile is None else s.compile
-    trained = compile_model(model.train()) if compiles else model.train()
-    step = functools.partial(train_step, trained, optimizer, data, s, machine)
-    step = CUDAGraphStep(step, machine, s.graph)
+    step = fast_step(model.train(), make_optimizer(model, s, machine), data, s, machine, steps=200)
     return lambda: step(data.next_starts())
 
 
