@@ -36,21 +36,6 @@ def dots(axis, values_of, title):
 # ---- PaPaformer ---------------------------------------------------------------------------------
 
 
-def papaformer():
-    """Toy corpora: validation loss of composed paths, of random ones, and of dense models."""
-    by_run = runs('papaformer_toy')
-    styles = {'random share': '--', 'composed share': '-',
-              'dense on 40%': '--', 'dense on 100%': '-'}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    for axis, name, limits in zip(axes, ('toy_stories', 'toy_math'), ((1.1, 1.7), (0.6, 1.7))):
-        for kind, style in styles.items():
-            seeds = by_run[kind]
-            band(axis, seeds[0]['steps'], [seed['loss'][name] for seed in seeds], kind, ls=style)
-        axis.set(title=name, xlabel='step of 512 tokens', ylabel='validation loss', ylim=limits)
-    axes[0].legend()
-    return figure
-
-
 def papaformer_real():
     """Real text: validation losses of both phases."""
     panels = (('stories', 'tinystories', 'first phase, stories'),
@@ -124,38 +109,6 @@ def moep_routes():
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
 
-def moduleformer():
-    """Toy corpora: loss beyond the trained length; forgotten against learned; pruning."""
-    parts = group(read('moduleformer_toy'), 'part')
-    parts = {part: group(rows, 'run') for part, rows in parts.items()}
-    figure, (length, life, prune) = plt.subplots(1, 3, figsize=(14, 4))
-
-    for name, seeds in parts['length'].items():
-        band(length, seeds[0]['position'], [seed['loss'] for seed in seeds], name)
-    length.axvline(128, color='gray', ls=':', label='trained length')
-    length.set(title='length', xlabel='position in the window', ylabel='loss, toy_stories')
-
-    for name, seeds in parts['lifelong, language seen'].items():
-        old = [seed['after']['toy_stories'] for seed in seeds]
-        new = [seed['after']['toy_lingo'] for seed in seeds]
-        marker = 'o' if 'Module' in name else 's'
-        life.plot(old, new, marker, ms=6, label=name.replace('ModuleFormer, ', ''))
-    life.set(title='lifelong: the second language alone',
-             xlabel='loss, toy_stories (old)', ylabel='loss, toy_lingo (new)')
-
-    for name in ('no concentration', 'concentration 0.001', 'concentration 0.01'):
-        curve = np.mean([seed['curve'] for seed in parts['pruning'][f'{name}, max']], 0)
-        prune.plot(100 * curve[:, 1], curve[:, 2], '.-', label=f'{name}, then pruned')
-    pruned_first = parts['pruned first']['pruned first']
-    points = np.array([row for seed in pruned_first for row in seed['curve']])
-    prune.plot(100 * points[:, 1], points[:, 3], 'k+', label='pruned, then fine-tuned')
-    prune.set(title='pruning for toy_math', xlabel='% of the modules left', ylabel='loss, toy_math')
-
-    for axis in (length, life, prune):
-        axis.legend(fontsize=8)
-    return figure
-
-
 def moduleformer_real():
     """Math as the new domain, with old text and without: forgotten against learned; pruning."""
     names = NAMES['moduleformer']
@@ -211,17 +164,6 @@ def selfmoe():
         axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
     axes[0].set_ylabel('perplexity through the head')
     axes[0].legend()
-    return figure
-
-
-def stlm():
-    """The dropout rate of each schedule, from the log."""
-    figure, axis = plt.subplots(figsize=(6, 3.2))
-    for row in read('stlm_dropout_rates'):
-        style = dict(ls=':', lw=4) if row['run'] == 'constant' else {}
-        axis.plot(*zip(*row['rates']), label=row['run'], **style)
-    axis.set(xlabel='step of 200', ylabel='dropout')
-    axis.legend(loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -319,8 +261,7 @@ def arena():
     return figure
 
 
-ALL = (moep, moep_routes, papaformer, papaformer_real, moduleformer, moduleformer_real, selfmoe,
-       stlm, stlm_real, speed, arena)
+ALL = (moep, moep_routes, papaformer_real, moduleformer_real, selfmoe, stlm_real, speed, arena)
 
 if __name__ == '__main__':
     for draw in ALL:
