@@ -13,7 +13,6 @@ the text is unchanged. It need not fit into memory.
 """
 
 import functools
-import glob
 import itertools
 import json
 import os
@@ -49,8 +48,9 @@ def find_files(inputs):
             raise UserError(f'{path} is an archive: unpack it, and give the folder')
         paths = [path]
         if path.is_dir():
-            names = glob.glob('**', root_dir=path, recursive=True)       # hidden files are not read
-            paths = sorted(path / name for name in names if re.search(texts, name.lower()))
+            files = [file for file in path.rglob('*') if re.search(texts, file.name.lower())]
+            hidden = [file for file in files if '/.' in f'/{file.relative_to(path).as_posix()}']
+            paths = sorted({*files} - {*hidden})         # links to folders are not followed
         paths = [path for path in paths if not path.is_dir()]
         splits |= {path: split_of(os.path.relpath(path, base)) for path in paths}
     if 'train' not in splits.values():

@@ -264,9 +264,10 @@ def evaluate(model, data, it, s, machine):
     for name in data.scored:
         scores[name] = score_batches(model, batches(name, machine.rank, machine.world),
                                      data.token_lengths, machine)
-        machine.say(f"step {it:6,}  {name}: val loss {scores[name]['loss']:.4f}, "
-                    f"perplexity {scores[name]['perplexity']:.2f}, "
-                    f"{scores[name]['bits_per_byte']:.4f} bits per byte")
+        loss, perplexity, bits = scores[name].values()
+        perplexity = f'{perplexity:.2f}' if perplexity < 1e6 else f'{perplexity:.0e}'
+        machine.say(f'step {it:6,}  {name}: val loss {loss:.4f}, perplexity {perplexity}, '
+                    f'{bits:.4f} bits per byte')
     x, _ = next(batches(data.scored[0]))
     return dict(words=round(data.words), val=scores, routes=route_shares(model, x, machine))
 
