@@ -162,8 +162,6 @@ def test_an_entry_that_fails_does_not_stop_the_others(home, called):
     ENTRIES['toy']['bad'] = TINY | dict(aux_weights=dict(nothing=1.0))
     go(home, 'bad', 'mine', '--seeds=1', code=2)
     assert [row['entry'] for row in rows(home)] == ['mine']
-    ENTRIES['toy']['bad'] = TINY                         # corrected: it runs under its name
-    go(home, 'bad', '--seeds=1')
 
 
 # ---- Entries that have changed ------------------------------------------------------------------

@@ -32,10 +32,9 @@ def evaluation(it, loss, routes=None, name='toy'):
     return dict(iter=it, seconds=6.0 * it, words=7 * it, val={name: scores}, routes=routes or {})
 
 
-def write_log(folder, *records, tail=''):
+def write_log(folder, *records):
     folder.mkdir(parents=True, exist_ok=True)
-    text = ''.join(json.dumps(record) + '\n' for record in records)
-    (folder / 'log.jsonl').write_text(text + tail)
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
 def cells(text):
@@ -107,12 +106,10 @@ def test_resumed_with_another_batch(tmp_path):
 
 
 def test_nan_is_a_gap(call, tmp_path):
-    write_log(tmp_path, start(), step(1), step(2, loss=math.nan), step(3), evaluation(3, 2.0),
-              evaluation(4, math.nan))
-    table = cells(call('.', '--html=page.html'))
-    assert table['toy: best loss'] == ['2.0000 at 3'] and table['toy: last loss'] == ['nan']
-    train, *_, val = page_data(tmp_path / 'page.html')['runs'][0]['curves']
-    assert train['mean'] == [4, None, 2] and val['mean'] == [2.0, None]
+    write_log(tmp_path, start(), step(1), step(2, loss=math.nan), step(3))
+    call('.', '--html=page.html')
+    train, *_ = page_data(tmp_path / 'page.html')['runs'][0]['curves']
+    assert train['mean'] == [4, None, 2]
 
 
 def test_thinning_keeps_the_extremes(tmp_path):

@@ -187,18 +187,10 @@ def test_batches_keep_to_their_budget_and_hold_everything():
 # ---- Groups -------------------------------------------------------------------------------------
 
 def test_groups_join_what_is_spelt_twice(tmp_path):
-    row = lambda term, field: dict(sentence_good='a', sentence_bad='b', linguistics_term=term,
-                                   field=field)
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', dict(
-        x=[row('s-selection', 'syntax')],
-        y=[row('argument_structure', 'syntax/semantics')] * 3,
-        z=[row('binding', 'syntax_semantics')])))
-    names = {(heading, name): members for heading, name, members in eval_blimp.groups(paradigms)}
-    assert names['', 'overall'] == ['x', 'y', 'z']
-    assert names['field', 'syntax_semantics'] == ['y', 'z']
-    assert names['phenomenon', 'argument_structure'] == ['x', 'y']
-    # each paradigm counts once, not each pair
-    assert eval_blimp.mean(dict(x=100, y=0, z=50), ['x', 'y', 'z']) == 50
+    rows = {name: [dict(sentence_good='a', sentence_bad='b', linguistics_term=term)]
+            for name, term in dict(x='s-selection', y='argument_structure', z='binding').items()}
+    groups = eval_blimp.groups(read_pairs(write_pairs(tmp_path / 'd', rows)))
+    assert ('phenomenon', 'argument_structure', ['x', 'y']) in [*map(tuple, groups)]
 
 
 def test_published_columns():
