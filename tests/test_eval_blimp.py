@@ -126,10 +126,9 @@ def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
 def test_shorter_sentence_baseline(tmp_path):
     files = {'p': [('aa', 'aaa'), ('aaa', 'aa'), ('aa', 'ab'), ('a', 'aaa')]}    # 1 + 0 + 1/2 + 1
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
-    for mode in ('harness', 'babylm2025'):
-        sentences = Sentences(paradigms, BYTES, mode=mode)
-        result = evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))
-        assert result['p']['shorter'] == 62.5
+    sentences = Sentences(paradigms, BYTES)
+    result = evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))
+    assert result['p']['shorter'] == 62.5
 
 
 @pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])

@@ -133,15 +133,13 @@ def test_names_of_splits(tmp_path, monkeypatch, names, expected):
 
 def test_wiki(tmp_path):
     page = '<page><title>{}</title><ns>{}</ns>{}<revision><text>{}</text></revision></page>'
-    text = "'''Cats''' are [[animal|animals]].&lt;ref name=x&gt;No {{a|b}}&lt;/ref&gt; " \
-        '{{Box|{{in}}|x}}[[File:a.jpg|thumb|a [[b]] c]]\n== Life ==\n* They [[sleep]] &amp;amp; ' \
-        'eat. [http://x.org Site]\n{| class=x\n|a\n|}\n==References==\nno'
+    text = "'''Cats''' are [[animal|animals]].\n== Life ==\n* They [[sleep]] &amp;amp; eat."
     pages = page.format('Cat', 0, '', text) + page.format('Talk', 1, '', 'no') \
         + page.format('Old', 0, '<redirect/>', 'no')
     xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">{pages}</mediawiki>'
     path = tmp_path / 'a.xml.bz2'
     path.write_bytes(bz2.compress(xml.encode()))
-    assert read(path) == ['Cat\nCats are animals.\nLife\nThey sleep & eat. Site']
+    assert read(path) == ['Cat\nCats are animals.\nLife\nThey sleep & eat.']
 
 
 @pytest.mark.parametrize('text, cleaned', [
