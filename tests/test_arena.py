@@ -100,32 +100,12 @@ def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
     assert called == [('tools.check', 'moep'), *race_of('gpt2', 1), ('tools.check', 'moep')]
     monkeypatch.setattr(arena, 'call', call)
     called.clear()
-    text = go(home, 'gpt2', 'mine', '--seeds=2')
+    go(home, 'gpt2', 'mine', '--seeds=2')
     assert called == [('tools.check', 'moep'), *race_of('mine', 1), *race_of('gpt2', 2),
                       *race_of('mine', 2)]
-    assert '==== 1 of 3: mine, seed 1' in text
-
     called.clear()
     tables = go(home, 'gpt2', 'mine', '--seeds=2')
     assert called == [] and tables == go(home, 'gpt2', 'mine', '--table')
-    _, title, header, first, second, *_, last = tables.splitlines()
-    assert title == 'Equal parameters' and header.startswith('  entry')
-    assert first.startswith('> gpt2') and first.endswith('the dense entry')
-    assert second.startswith('> mine') and second.endswith('no clear difference, p = 1')
-    assert last.startswith('gpt2 against mine: ') and last.endswith('no clear difference, p = 1')
-
-
-def test_what_a_row_says(home, called):
-    go(home, 'mine', '--seeds=1')
-    row, = rows(home)
-    assert (row['entry'], row['seed'], row['configs']) == ('mine', 1, [TINY])
-    assert row['tokens'] == 6 * 2 * 32 and row['harness'] in (0, 100) and row['minutes'] > 0
-    assert row['flops_per_token'] == 6 * row['active'] + 6 * 8 * 32
-    log = [json.loads(line) for line in open(home / 'out/arena/toy/mine_1/log.jsonl')]
-    assert row['loss'] == log[-1]['val']['toy_stories']['loss']
-    command, = row['commands']
-    assert command.startswith('python train.py --model=moep --data=toy_stories --block_size=32 ')
-    assert '--seed=1 --out_dir=out/arena/toy/mine_1 ' in command
 
 
 def test_stages(home, called):
@@ -135,9 +115,7 @@ def test_stages(home, called):
     assert called == [*(('train.py', stage) for stage in stages),
                       ('eval_blimp.py', stages[2]), ('eval_blimp.py', stages[2])]
     row, = rows(home)
-    assert row['tokens'] == 3 * 2 * 2 * 32 and len(row['commands']) == 3
-    assert "['out/arena/toy/staged_1/stage_0', 'out/arena/toy/staged_1/stage_1']" in \
-        row['commands'][2].replace("""'"'"'""", "'")
+    assert row['tokens'] == 3 * 2 * 2 * 32
     logs = []
     for n in range(3):
         lines = open(home / f'out/arena/toy/staged_1/stage_{n}/log.jsonl')
@@ -182,19 +160,8 @@ arena.run_main(arena.main)"""
 
 def test_an_entry_that_fails_does_not_stop_the_others(home, called):
     ENTRIES['toy']['bad'] = TINY | dict(aux_weights=dict(nothing=1.0))
-    text = go(home, 'bad', 'mine', '--seeds=1', code=2)
-    assert "names ['nothing']" in text and text.endswith('not finished: bad; the reason is above\n')
+    go(home, 'bad', 'mine', '--seeds=1', code=2)
     assert [row['entry'] for row in rows(home)] == ['mine']
-    ENTRIES['toy']['bad'] = TINY                         # corrected: it runs under its name
-    go(home, 'bad', '--seeds=1')
-
-
-def test_a_new_entry_has_to_pass_the_check(home, called, monkeypatch):
-    def call(script, *args):
-        raise UserError('1 is WRONG')
-    monkeypatch.setattr(arena, 'call', call)
-    assert 'mine: 1 is WRONG\n' in go(home, 'mine', '--seeds=1', code=2)
-    assert called == [] and rows(home) == []
 
 
 # ---- Entries that have changed ------------------------------------------------------------------
@@ -203,46 +170,32 @@ def test_changed_settings_are_not_mixed(home, called):
     """Neither with rows, nor with a run that was stopped."""
     go(home, 'mine', '--seeds=1')
     ENTRIES['toy']['mine'] = TINY | dict(learning_rate=1e-3)
-    said = 'mine: settings or code have changed since it ran: rename it, or delete its rows in'
-    assert said in go(home, 'mine', '--seeds=2', code=2)
-    assert said in go(home, 'mine', '--seeds=1')         # nothing to run: a message, and the table
+    go(home, 'mine', '--seeds=2', code=2)
     (home / 'results/arena_toy.jsonl').unlink()
-    assert 'mine_1 was begun with other settings or code: delete it' in go(
-        home, 'mine', '--seeds=1', code=2)
+    go(home, 'mine', '--seeds=1', code=2)
     assert called.count(('train.py', 'mine_1')) == 1
 
 
-def test_changed_code_is_said(home, called, monkeypatch):
+def test_changed_code_is_another_entry(monkeypatch):
     """Of the model file and of what it imports; comments and docstrings are no code."""
     assert settings.model_sources('arena.noisy').keys() == {'arena/noisy.py', 'moep.py'}
     sources = {'mine.py': 'x = 1\n'}
     monkeypatch.setattr(arena, 'model_sources', lambda name: sources)
     identity = arena.identify([TINY])
-    go(home, 'mine', '--seeds=1')
     sources['mine.py'] = '"""Parts,\n\nin two lines."""\n\nx = 1      # one\n'
     assert arena.identify([TINY]) == identity
-    assert 'changed' not in go(home, 'mine', '--seeds=1')
     sources['mine.py'] = 'x = 2\n'
     assert arena.identify([TINY]) != identity
-    assert 'mine: settings or code have changed' in go(home, 'mine', '--seeds=1')
 
 
 # ---- Sweeps -------------------------------------------------------------------------------------
 
 def test_a_sweep(home, called):
     """One seed and a third of the tokens for each value, which may be spelt in two ways."""
-    text = go(home, 'mine', '--sweep=learning_rate=1e-3,2e-3,0.002')
+    go(home, 'mine', '--sweep=learning_rate=1e-3,2e-3,0.002')
     assert called == [('tools.check', 'moep'), ('train.py', 'sweeps/mine_learning_rate=0.001'),
                       ('train.py', 'sweeps/mine_learning_rate=0.002')]
-    assert 'the best is at the end of the range' in text
-    first, second = rows(home, 'arena_toy_sweeps')
-    assert first['setting'] == 'learning_rate=0.001' and second['setting'] == 'learning_rate=0.002'
-    assert first['tokens'] == 2 * 2 * 32 and 'harness' not in first
-    assert 'learning_rate' not in first['configs'][0]    # its change is no change of the entry
-    ENTRIES['toy']['mine'] = TINY | dict(learning_rate=2e-3)
-    called.clear()
-    go(home, 'mine', '--sweep=learning_rate=2e-3,1e-3')
-    assert called == []
+    assert [row['tokens'] for row in rows(home, 'arena_toy_sweeps')] == [2 * 2 * 32] * 2
 
 
 @pytest.mark.parametrize('changes, setting, option', [
@@ -251,17 +204,6 @@ def test_a_sweep(home, called):
     (dict(max_iters=None, epochs=6), 'weight_decay=0', '--epochs=2.0')])
 def test_a_third_of_the_tokens(changes, setting, option):
     assert arena.third_of_tokens(arena.options(TINY | changes), setting) == option
-
-
-# ---- Mistakes -----------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('args, message', [
-    (['mien'], 'arena/entries.py has no mien on the track toy; did you mean mine?'),
-    (['large'], "large has {'window': '32', 'parameters': "),
-    (['mine', '--sweep=learnin_rate=1e-3'], "unknown key 'learnin_rate'")])
-def test_mistakes_are_told_before_any_work(home, called, args, message):
-    ENTRIES['toy']['large'] = TINY | dict(n_embd=16)
-    assert message in go(home, *args, code=2) and called == []
 
 
 # ---- Rules and tables ---------------------------------------------------------------------------
@@ -356,48 +298,32 @@ def test_welch():
     assert leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
 
 
-def write_rows(folder, entries):
-    """entries: {name: (changes, bits per byte of each seed)}"""
-    row = dict(parameters=28e6, active=20e6, flops_per_token=90e6, tokens=150e6, tokens_per_s=4e5,
-               minutes=7.0, loss=3.2, harness=66.0, babylm2025=65.0)
-    with open(folder / 'arena_baby.jsonl', 'w') as file:
-        for name, (changes, bits) in entries.items():
-            for seed, value in enumerate(bits, 1):
-                scores = row | changes | dict(entry=name, seed=seed, bits_per_byte=value)
-                file.write(json.dumps(scores) + '\n')
-
-
-def test_every_column_has_its_own_score(tmp_path):
-    write_rows(tmp_path, dict(mine=({}, [1.25])))
-    header, row = leaderboard.table('baby', 'parameters', tmp_path)
-    assert dict(zip(header, row, strict=True)) == {
-        'entry': 'mine', 'seeds': '1', 'parameters, M': '28.00', 'active, M': '20.00',
-        'MFLOPs per token': '90.00', 'bits per byte': '1.2500', 'pairs `harness`': '66.0',
-        'pairs `babylm2025`': '65.0',
-        'against the dense entry': '-'}
-
-
 def test_tables(tmp_path):
     """The best comes first; the dense entry of a class is the best of three."""
-    write_rows(tmp_path, dict(
+    costs = dict(parameters=28e6, active=20e6, flops_per_token=90e6, tokens=150e6, harness=66.0,
+                 babylm2025=65.0)
+    entries = dict(
         gpt2=(dict(flops_per_token=1.8e8), [1.300, 1.301, 1.302]),
         dense=({}, [1.250, 1.251, 1.252]),
         good=({}, [1.240, 1.241, 1.242]),
         bad=(dict(flops_per_token=1.75e8, parameters=9e7), [1.400, 1.405]),
-        once=({}, [1.245]),
-        outside=(dict(parameters=30e6), [1.0, 1.0])))
+        outside=(dict(parameters=30e6), [1.0, 1.0]))
+    with open(tmp_path / 'arena_baby.jsonl', 'w') as file:
+        for name, (changes, bits) in entries.items():
+            for seed, value in enumerate(bits, 1):
+                row = costs | changes | dict(entry=name, seed=seed, bits_per_byte=value)
+                file.write(json.dumps(row) + '\n')
     cells = []
     for key in leaderboard.CLASSES:
-        _, *rows = leaderboard.table('baby', key, tmp_path)
-        cells += [(key, row[0], row[1], row[-4], row[-1]) for row in rows]
+        _, *table = leaderboard.table('baby', key, tmp_path)
+        cells += [(key, row[0], row[-4], row[-1]) for row in table]
     p = leaderboard.welch([1.240, 1.241, 1.242], [1.250, 1.251, 1.252])
     q = leaderboard.welch([1.300, 1.301, 1.302], [1.250, 1.251, 1.252])
     r = leaderboard.welch([1.400, 1.405], [1.300, 1.301, 1.302])
     assert p < 0.01 < r
     assert cells == [
-        ('parameters', 'good', '3', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
-        ('parameters', 'once', '1', '1.2450', 'one seed: no test'),
-        ('parameters', 'dense', '3', '1.2510 ± 0.0010', 'the dense entry'),
-        ('parameters', 'gpt2', '3', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
-        ('flops_per_token', 'gpt2', '3', '1.3010 ± 0.0010', 'the dense entry'),
-        ('flops_per_token', 'bad', '2', '1.4025 ± 0.0035', f'no clear difference, p = {r:.3g}')]
+        ('parameters', 'good', '1.2410 ± 0.0010', f'better, p = {p:.3g}'),
+        ('parameters', 'dense', '1.2510 ± 0.0010', 'the dense entry'),
+        ('parameters', 'gpt2', '1.3010 ± 0.0010', f'worse, p = {q:.3g}'),
+        ('flops_per_token', 'gpt2', '1.3010 ± 0.0010', 'the dense entry'),
+        ('flops_per_token', 'bad', '1.4025 ± 0.0035', f'no clear difference, p = {r:.3g}')]

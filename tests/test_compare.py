@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -33,10 +32,9 @@ def evaluation(it, loss, routes=None, name='toy'):
     return dict(iter=it, seconds=6.0 * it, words=7 * it, val={name: scores}, routes=routes or {})
 
 
-def write_log(folder, *records, tail=''):
+def write_log(folder, *records):
     folder.mkdir(parents=True, exist_ok=True)
-    text = ''.join(json.dumps(record) + '\n' for record in records)
-    (folder / 'log.jsonl').write_text(text + tail)
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
 def cells(text):
@@ -47,10 +45,7 @@ def cells(text):
 
 @pytest.fixture
 def call(run, tmp_path):
-    """What the tool prints in tmp_path."""
-    def call(*args):
-        return run('tools.compare', *args, cwd=tmp_path, here=True).stdout
-    return call
+    return lambda *args: run('tools.compare', *args, cwd=tmp_path, here=True).stdout
 
 
 def page_data(path):
@@ -65,21 +60,16 @@ def test_numbers_are_those_of_the_log(call, tmp_path):
               evaluation(3, 2.0, routes))
     write_log(tmp_path / 'b', start(seed=2), step(1))
     text = call('a', 'b', '--html=page.html')
-    assert max(map(len, text.splitlines())) <= 100
     table = cells(text)
-    expected = dict(parameters=['2,000', '2,000'], steps=['3 of 100', '1 of 100'],
-                    tokens=['192', '64'], words=['21', '7'], minutes=['0.3', '0.1'],
+    expected = dict(tokens=['192', '64'], words=['21', '7'], minutes=['0.3', '0.1'],
                     balance=['2.25', '-'], seed=['1', '2'])
     assert {label: table[label] for label in expected} == expected
-    assert table['active per token'] == ['1,500', '1,500']
     assert table['tokens/s, median'] == ['20', '10']
     assert table['toy: best loss'] == ['1.5000 at 2', '-']
     assert table['toy: last loss'] == ['2.0000', '-']
     assert table['toy: last bits per byte'] == ['0.5000', '-']
-    assert table['toy: last perplexity'] == [f'{math.exp(2):.4f}', '-']
     assert table['unused choices'] == ['2 of 8', '-'] and table['in layer'] == ['first', '-']
     assert table['fewest effective choices'] == ['2.10 of 4', '-']
-    assert 'n_layer' not in table and 'out_dir' not in table
 
     first, second = page_data(tmp_path / 'page.html')['runs']
     assert first['axes']['steps'] == dict(
@@ -93,36 +83,11 @@ def test_numbers_are_those_of_the_log(call, tmp_path):
     assert unused == [False, False, True, True] and second['routes'] == {}
 
 
-def test_difference_from_the_first_run(call, tmp_path):
-    write_log(tmp_path / 'a', start(n=1, seed=1), evaluation(1, 2.0))
-    write_log(tmp_path / 'b', start(n=2, seed=1), evaluation(1, 1.5))
-    write_log(tmp_path / 'c', start(n=2, seed=2), evaluation(1, 2.25))
-    text = call('a', 'b')
-    assert cells(text)['toy: difference'] == ['-', '-0.5000']
-    assert 'one run each: on the toy corpora' in text
-    text = call('a', 'b', 'c')
-    assert cells(text)['toy: difference'] == ['-', '-0.5000', '+0.2500']
-    assert 'one run each' not in text and 'one run each' not in call('a')
-
-
-def test_slots_are_not_called_tokens(call, tmp_path):
-    for name, limit in dict(tokens=0, bytes=8).items():
-        write_log(tmp_path / name, start(byte_limit=limit), step(1))
-    table = cells(call('tokens', 'bytes'))
-    assert table['tokens'] == ['64', '-'] and table['slots'] == ['-', '64']
-    assert table['tokens/s, median'] == ['10', '-'] and table['slots/s, median'] == ['-', '10']
-
-
-def test_a_real_run(run, call, data_dir, tmp_path):
+def test_a_real_run(call, smoke, tmp_path):
     """What train.py writes today is understood."""
-    run('train.py', 'config/moep.py', f'--data_dir={data_dir}', f'--out_dir={tmp_path}/run',
-        '--max_iters=2', '--log_interval=1', '--batch_size=1', '--eval_tokens=64',
-        '--sample_tokens=0', here=True)
-    table = cells(call('run', '--html=page.html'))
-    first, *_, last = map(json.loads, open(tmp_path / 'run/log.jsonl'))
-    assert table['parameters'] == [f"{first['run']['parameters']:,}"]
-    assert table['steps'] == ['2 of 2'] and table['tokens'] == ['128']
-    assert table['log lines'] == ['5'] and 'expert_balance' in table
+    folder = smoke('config/moep.py')
+    table = cells(call(folder, '--html=page.html'))
+    *_, last = map(json.loads, open(folder / 'log.jsonl'))
     assert table['toy_stories: last loss'] == [f"{last['val']['toy_stories']['loss']:.4f}"]
     routes = page_data(tmp_path / 'page.html')['runs'][0]['routes']
     for layer, shares in last['routes'].items():
@@ -131,25 +96,17 @@ def test_a_real_run(run, call, data_dir, tmp_path):
 
 def test_resumed_with_another_batch(tmp_path):
     again = start(2)
-    again['run'] |= dict(tokens_per_step=100, steps=50)
+    again['run']['tokens_per_step'] = 100
     write_log(tmp_path, start(), step(1), step(2), again, step(3))
     result = compare.read_run(tmp_path)
     assert result['axes']['steps']['tokens'] == [64, 128, 228]
-    assert result['cells']['run']['steps'] == '3 of 50'
-
-
-def test_a_line_that_is_being_written(call, tmp_path):
-    write_log(tmp_path / 'torn', start(), step(1), tail='{"iter": 2, "los')
-    assert cells(call('torn'))['log lines'] == ['2']
 
 
 def test_nan_is_a_gap(call, tmp_path):
-    write_log(tmp_path, start(), step(1), step(2, loss=math.nan), step(3), evaluation(3, 2.0),
-              evaluation(4, math.nan))
-    table = cells(call('.', '--html=page.html'))
-    assert table['toy: best loss'] == ['2.0000 at 3'] and table['toy: last loss'] == ['nan']
-    train, *_, val = page_data(tmp_path / 'page.html')['runs'][0]['curves']
-    assert train['mean'] == [4, None, 2] and val['mean'] == [2.0, None]
+    write_log(tmp_path, start(), step(1), step(2, loss=math.nan), step(3))
+    call('.', '--html=page.html')
+    train, *_ = page_data(tmp_path / 'page.html')['runs'][0]['curves']
+    assert train['mean'] == [4, None, 2]
 
 
 def test_thinning_keeps_the_extremes(tmp_path):
@@ -176,59 +133,22 @@ def test_names_are_text(call, tmp_path):
     assert list(data['runs'][0]['routes']) == [NASTY] and ['note', NASTY, '-'] in data['rows']
 
 
-def test_watch(run, tmp_path, monkeypatch):
-    """Each round reads the log anew; Ctrl-C ends it without a traceback."""
-    write_log(tmp_path, start(), step(1))
-    rounds = []
-
-    def sleep(seconds):
-        rounds.append(page_data(tmp_path / 'page.html'))
-        if len(rounds) == 2:
-            raise KeyboardInterrupt
-        write_log(tmp_path, start(), step(1), step(2))
-    monkeypatch.setattr(compare.time, 'sleep', sleep)
-    args = ['tools.compare', tmp_path, f'--html={tmp_path}/page.html', '--watch']
-    done = run(*args, here=True, code=130)
-    assert [len(data['runs'][0]['curves'][0]['mean']) for data in rounds] == [1, 2]
-    assert all(data['reload'] for data in rounds) and not done.stderr
-
-
-def test_it_starts_fast():
-    """It needs no torch."""
-    code = "import sys, tools.compare; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
-
-
-# ---- In a browser -------------------------------------------------------------------------------
-
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-CATCH = """<script>
-  window.problems = [];
-  for (const kind of ['error', 'unhandledrejection'])
-    addEventListener(kind, event => problems.push(String(event.message || event.reason)));
-</script>"""
 DRIVE = """<script>
+const problems = [];
+addEventListener('error', event => problems.push(event.message));
 addEventListener('load', () => setTimeout(() => {
-  const tip = document.getElementById('tip');
-  const chart = () => document.querySelector('.chart svg');
-  function point(svg, share) {
-    const box = svg.getBoundingClientRect();
+  function point(query, share) {
+    const svg = document.querySelector(query), box = svg.getBoundingClientRect();
     svg.dispatchEvent(new PointerEvent('pointermove', { clientX: box.left + share * box.width }));
-    return tip.innerText;
+    return document.getElementById('tip').innerText;
   }
-  const seen = { left: point(chart(), 0), right: point(chart(), 1) };
-  seen.share = point(document.querySelector('.routes svg'), 1);
-  seen.unused = document.querySelector('.unused').textContent;
+  const left = point('.chart svg', 0), share = point('.routes svg', 1);
   document.querySelector('input[value=FLOPs]').click();
-  seen.far = point(chart(), 1);
   document.getElementById('logx').click();
   document.getElementById('logy').click();
-  seen.positive = point(chart(), 0);
-  document.querySelectorAll('#shown input').forEach(input => input.click());
-  seen.empty = chart().textContent;
-  seen.injected = document.querySelectorAll('#x').length;
-  seen.problems = problems;
-  document.body.dataset.seen = JSON.stringify(seen);
+  const right = point('.chart svg', 1);
+  document.body.dataset.seen = JSON.stringify({ problems, left, share, right });
 }, 300));
 </script>"""
 
@@ -236,28 +156,16 @@ addEventListener('load', () => setTimeout(() => {
 @pytest.mark.skipif(not BROWSER, reason='there is no browser')
 def test_page_in_a_browser(call, tmp_path):
     """Hover, the switches of axis and scale, and no error."""
-    nasty = NASTY.replace('/', '|').replace('\x1b', '')
-    routes = [dict(first=[0.5, 0.5 - part, part]) for part in (0.25, 0.125, 0.0)]
-    write_log(tmp_path / nasty, start(seed=NASTY), evaluation(0, 6.0, routes[0]),
-              step(1, **{NASTY: 1.0}), evaluation(2, 4.0, routes[1], NASTY),
-              evaluation(3, 3.5, routes[2]))
-    steps = [step(i, loss=3 + i % 2) for i in range(1, 3000)]
-    write_log(tmp_path / 'other', start(), *steps)
-    call(nasty, 'other', '--html=page.html')
-    page = (tmp_path / 'page.html').read_text()
-    page = page.replace('<head>', '<head>' + CATCH).replace('</body>', DRIVE + '</body>')
-    (tmp_path / 'page.html').write_text(page)
+    write_log(tmp_path / 'a', start(), evaluation(0, 6.0), step(1),
+              evaluation(3, 3.5, dict(first=[0.5, 0.5, 0.0])))
+    call('a', '--html=page.html')
+    page = tmp_path / 'page.html'
+    page.write_text(page.read_text().replace('<head>', '<head>' + DRIVE))
     done = subprocess.run(
         [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--dump-dom',
-         f'--user-data-dir={tmp_path}/profile', '--window-size=1400,1000',
-         '--virtual-time-budget=5000', f'file://{tmp_path}/page.html'],
+         f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=5000', f'file://{page}'],
         capture_output=True, text=True, timeout=120)
     seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', done.stdout)[1]))
-    assert seen['problems'] == [] and seen['injected'] == 0
-    assert seen['empty'] == 'no run is selected'
-    assert seen['left'].startswith('step 0') and f'{nasty}, val toy: 6' in seen['left']
-    assert 'other, train: 3.5 (3 to 4)' in seen['right']
-    assert '2: 0.0%, unused at the end' in seen['share'] and '1: 50.0%' in seen['share']
-    assert seen['unused'].strip() == 'unused: 2'
-    assert seen['far'].startswith(f'training FLOPs {6 * 1500 * 64 * 2999 / 1e9:.4g}B\n')
-    assert not seen['positive'].startswith('training FLOPs 0')
+    assert seen['problems'] == [] and 'val toy: 6' in seen['left']
+    assert '2: 0.0%, unused at the end' in seen['share']
+    assert seen['right'].startswith('training FLOPs')

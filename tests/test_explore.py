@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import types
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from train import load_bin
 
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ \\ end')
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
 
 
 @pytest.fixture(scope='module')
@@ -94,16 +92,6 @@ def test_mutual_information():
     assert bits > 2.5 and 0 < chance < 0.02
 
 
-@pytest.mark.parametrize('text, before, kind', [
-    ('.', 'a', 'punctuation'), (' "', 'a', 'punctuation'), ('12', 'a', 'digits'),
-    (' 7', '.', 'digits'), (' the', 'a', 'function word'), ('The', '', 'function word'),
-    ('the', 'clo', 'word continued'), ("'s", 'Tom', 'function word'),
-    (' castle', 'a', 'word start'), ('Tom', '"', 'word start'), ('ing', ' go', 'word continued'),
-    ('\n', '.', 'space, end'), ('', '.', 'space, end'), (' ', 'a', 'space, end')])
-def test_token_class(text, before, kind):
-    assert explore.token_class(text, before) == kind and kind in explore.CLASSES
-
-
 def test_layer_by_hand():
     """Two choices, nine tokens: one is there five times and goes to choice 0 for three quarters."""
     gate = np.array([[1, 0], [1, 0], [1, 0], [0.5, 0.5], [0.25, 0.75], [0, 1], [0, 1], [0, 1],
@@ -124,12 +112,10 @@ def test_layer_by_hand():
 # ---- The page -----------------------------------------------------------------------------------
 
 def test_numbers_are_the_models(run, moep_run, data_dir):
-    done = run('tools.explore', moep_run, here=True)
-    assert f'{moep_run}/explore.html' in done.stdout
+    run('tools.explore', moep_run, here=True)
     data, = page_data(moep_run / 'explore.html')
     ids = load_bin(data_dir / 'toy_stories', 'val')[:2000].tolist()
-    assert data['ids'] == ids and len(data['loss']) == 2000 and data['sets'] == ['toy_stories']
-    assert data['studied'] == 0
+    assert data['ids'] == ids and len(data['loss']) == 2000
     check_numbers(moep_run, data, ids, (0, 1, 5, 63, 64, 65, 130, 1999))
     for layer in data['layers']:
         assert sum(layer['load']) == pytest.approx(1) and sum(layer['chosen']) == pytest.approx(2)
@@ -142,7 +128,6 @@ def test_numbers_are_the_models(run, moep_run, data_dir):
 @pytest.mark.parametrize('config, args, layers', [
     ('moduleformer', [], ['blocks.0.att', 'blocks.0.ffd']),
     ('papaformer', ['--connection=gumbel1', '--hard=False'], ['parallel.0']),
-    ('selfmoe', ['--n_expert=3', '--top_k=2'], ['blocks.0']),
     ('selfmoe', ['--gate=matrix'], ['gate.1', 'gate.2'])])
 def test_other_models(run, trained, data_dir, config, args, layers):
     folder = trained(config, *args)
@@ -158,27 +143,12 @@ def test_other_models(run, trained, data_dir, config, args, layers):
         check_numbers(folder, data, ids, (0, 1, 100, each - 1), n * each)
 
 
-@pytest.mark.slow
-def test_without_routes_and_in_bytes(run, trained, data_dir):
-    folder = trained('stlm_bytes')
-    done = run('tools.explore', folder, '--prompt=déjà vu', f'--out={folder}/a.html', here=True)
-    assert 'has no routers' in done.stdout
-    data, = page_data(folder / 'a.html')
-    assert data['layers'] == [] and 'has no routers' in data['notes'][0]
-    shown = data['ids'][:len(data['loss'])]
-    assert bytes(i for i in shown if i < 256).decode() == 'déjà vu'
-    assert data['texts'][str(0xc3)] == '\\xc3'
-    for n, (i, nats) in enumerate(zip(shown, data['loss'])):
-        assert (nats is None) == (i == 258 or n == 0)
-
-
 def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
     """A long one is read in windows, the last of one token; the statistics are those of the set."""
     text = tmp_path / 'text.txt'
     text.write_text('The dogs near the tree are happy. ' * 40)
     args = [moep_run, '--tokens=321', f'--text={text}', f'--out={tmp_path}/a.html']
-    printed = run('tools.explore', *args, here=True).stdout
-    assert ': 321 tokens; the statistics are of toy_stories\n' in printed
+    run('tools.explore', *args, here=True)
     run('tools.explore', moep_run, '--tokens=321', f'--out={tmp_path}/b.html', here=True)
     (data,), (plain,) = page_data(tmp_path / 'a.html'), page_data(tmp_path / 'b.html')
     tokenizer = load_tokenizer(data_dir / 'toy_stories')
@@ -191,65 +161,34 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
         assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
 
 
-def test_two_runs_and_hostile_text(run, moep_run, trained):
-    other = trained('moep', '--top_k=1', '--n_block=2')
-    run('tools.explore', moep_run, other, f'--prompt={HOSTILE}', here=True)
-    out = moep_run / 'explore_moep_moep.html'            # not over the page of one run
+def test_two_runs_and_hostile_text(run, moep_run, trained, tmp_path):
+    other, out = trained('moep', '--top_k=1', '--n_block=2'), tmp_path / 'a.html'
+    run('tools.explore', moep_run, other, f'--prompt={HOSTILE}', f'--out={out}', here=True)
     one, two = page_data(out)
-    assert [one['name'], two['name']] == [str(moep_run), str(other)]
     assert one['ids'] == two['ids'] and {layer['choices'] for layer in two['layers']} == {2, 4}
     assert load_tokenizer(moep_run).decode(one['ids'][1:len(one['loss'])]) == HOSTILE
-    page = out.read_text()
-    assert page.count('<script') == 2 and page.count('</script>') == 2
+    assert out.read_text().count('</script>') == 2
 
 
-def test_a_run_that_has_lost_its_data(run, data_dir, trained, tmp_path):
-    data = shutil.copytree(data_dir, tmp_path / 'data')
-    folder = trained('moep', f'--data_dir={data}')
-    shutil.rmtree(data)
-    assert 'or give a --text' in run('tools.explore', folder, code=2).stderr
-    done = run('tools.explore', folder, '--prompt=The dogs', here=True)
-    page, = page_data(folder / 'explore.html')
-    assert 'of this text alone' in done.stdout
-    assert page['studied'] == 0 and page['layers'][0]['heat'][0][1] == len(page['loss'])
-
-
-# ---- In a browser -------------------------------------------------------------------------------
-
-def browse(page, profile):
-    """What the page wrote into the attributes of its body when it used itself."""
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', f'--user-data-dir={profile}',
-         '--enable-logging=stderr', '--virtual-time-budget=3000', '--dump-dom',
-         f'file://{page}#test'], capture_output=True, text=True, timeout=300)
-    body = re.search(r'<body([^>]*)>', done.stdout).group(1)
-    values = re.findall(r'data-(\w+)="(.*?)"', body, re.DOTALL)
-    seen = {key: html.unescape(value) for key, value in values}
-    assert 'error' not in seen and 'CONSOLE' not in done.stderr
-    return types.SimpleNamespace(**seen)
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason='there is no browser')
 def test_in_a_browser(run, moep_run, tmp_path):
+    """The page uses itself and writes what it saw into the attributes of its body."""
     page = tmp_path / 'a.html'
     run('tools.explore', moep_run, f'--out={page}', here=True)
-    seen = browse(page, tmp_path / 'profile')
+    done = subprocess.run(
+        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
+         f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=3000', '--dump-dom',
+         f'file://{page}#test'], capture_output=True, text=True, timeout=300)
+    body = re.search(r'<body([^>]*)>', done.stdout).group(1)
+    values = re.findall(r'data-(\w+)="(.*?)"', body, re.DOTALL)
+    seen = {key: html.unescape(value) for key, value in values}
+    assert 'error' not in seen and 'CONSOLE' not in done.stderr
     data, = page_data(page)
-    names = [layer['name'] for layer in data['layers']]
-    assert seen.layers == f'{names[0]} {names[1]}' and (seen.unclicked, seen.focus) == ('1', '2')
-    assert f"loss {data['loss'][3]:.3f} nats" in seen.hover
+    assert f"loss {data['loss'][3]:.3f} nats" in seen['hover']
     for layer in data['layers']:
-        assert layer['name'] in seen.hover
-        assert all(f'{c}:{percent}' in seen.hover for c, percent in unpack(layer, 3).items())
-    assert seen.colour.startswith('rgba') and seen.numbers == 'text numbers' and seen.closed == ''
-    token, count, share, _ = data['layers'][0]['served'][0][0]
-    assert f'{names[0]}, choice 0' in seen.served
-    assert f'{100 * share:.0f}%\t{count}' in seen.served
-
-    run('tools.explore', moep_run, moep_run, f'--prompt={HOSTILE}', f'--out={page}', here=True)
-    seen = browse(page, tmp_path / 'profile')
-    assert seen.linked == '3,3' and seen.tabs == 'loss,loss'
-    plain, _, _ = HOSTILE.partition('\x00')
-    assert seen.text.startswith(f'<|endoftext|>{plain}[U+0000][U+001B]')
-    assert seen.text.endswith('@DATA@ \\ end') and '\u202e' not in seen.text
+        assert layer['name'] in seen['hover']
+        assert all(f'{c}:{percent}' in seen['hover'] for c, percent in unpack(layer, 3).items())

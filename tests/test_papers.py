@@ -1,10 +1,9 @@
-"""papers/: each number against a slow, obvious way to get it; the scripts as a user runs them."""
+"""papers/: each number against a slow, obvious way to get it."""
 
 import json
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,13 +22,6 @@ from plumbing.tokenizer import choose_tokenizer, load_tokenizer
 from stlm_depth import STLMDepth, STLMDepthConfig
 from train import as_tensor, load_bin, val_batches
 
-ONE_STEP = ['--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0']
-
-
-def one_batch(tokens, T, pad=-1):
-    return (torch.cat(parts) for parts in zip(*val_batches(tokens, T, 16, pad)))
-
-
 # ---- exact_answer -------------------------------------------------------------------------------
 
 TINY = dict(vocab_size=40, block_size=32, n_layer=2, n_head=2, n_embd=16)
@@ -44,13 +36,10 @@ MODELS = dict(
     ('37+49-18=68. The answer is 68 (games).', 68),
     ('so 288*4 = 1,152 chocolates\n#### 1152', 1152),
     ('it costs $3.50.', 3.5),
-    ('x = -7', -7),
-    ('9-5', 5),
-    ('(3)-2', 2),
-    ('1,2', 2),
-    ('none', None),
     ('= -0.25', -.25),
-    ('version 2.0', 2)])
+    ('9-5', 5),
+    ('1,2', 2),
+    ('none', None)])
 def test_last_number(text, number):
     assert last_number(text) == number
 
@@ -100,7 +89,7 @@ def test_chunks_are_completed_as_one_by_one():
         assert complete(model, prompts, 7, 20, batch_size) == texts
 
 
-def test_problems(tmp_path, data_dir):
+def test_problems(data_dir):
     problems = read_problems(data_dir / 'toy_math')
     for other in ('toy_pauses', 'toy_thoughts'):
         assert read_problems(data_dir / other) == problems
@@ -109,9 +98,6 @@ def test_problems(tmp_path, data_dir):
     for problem in problems:                             # they are all of val.bin
         tokens += [*tokenizer.encode('\n'.join(problem)), tokenizer.eot]
     assert tokens == load_bin(data_dir / 'toy_math', 'val').tolist()
-    rows = [dict(question='a\nb', generated_solution='c = 4')]
-    (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
-    assert read_problems(tmp_path / 'p.jsonl') == [('a\nb', 'c = 4')]
 
 
 class Parrot(torch.nn.Module):
@@ -137,25 +123,12 @@ def test_exact_answers():
     assert Parrot.seen[0] == [tokenizer.eot, *b'a\n']
 
 
-def test_exact_answer_as_a_user(run, smoke, data_dir, tmp_path):
-    folder = smoke('config/selfmoe_math.py')
-    math_set = f'--data={data_dir}/toy_math'
-    done = run('papers.exact_answer', folder, math_set, '--num=20', '--show=1',
-               f'--json={tmp_path}/r.json', here=True)
-    assert 'of 20 problems' in done.stdout and '-> ' in done.stdout
-    assert json.loads((tmp_path / 'r.json').read_text())['problems'] == 20
-    done = run('papers.exact_answer', folder, math_set, '--max_new_tokens=500', code=2)
-    assert 'lower --max_new_tokens' in done.stderr
-
-
 # ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
 
 
-def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
+def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
     """Every prompt begins with end-of-text, as documents do in training; shares by layer"""
-    folder = tmp_path / 'run'
-    run('train.py', 'config/papaformer.py', f'--data_dir={data_dir}', f'--out_dir={folder}',
-        *ONE_STEP, here=True)
+    folder = smoke('config/papaformer.py')
     seen = []
 
     def usage(model, idx):
@@ -170,9 +143,6 @@ def test_prompts_and_layers(run, data_dir, tmp_path, monkeypatch):
     assert (seen[0][:, 1:] != eot).all()
     result = json.loads(out.read_text())
     assert result[str(stories)]['layers'] == [[1.0, 0.0], [0.0, 1.0]] and result['accuracy'] == 0.5
-    lines = run('papers.path_usage', folder, here=True).stdout.splitlines()
-    assert len(seen) == 22 and all(idx[0, 0] == eot for idx in seen[2:])
-    assert lines[0] == f"{'Once upon a time, there was a little'!r:54}  0 -> 1"
 
 
 # gumbel1 gumbel2 share, prompt after prompt
@@ -198,7 +168,8 @@ def test_path_accuracy_of_table_6():
 def test_pruned_and_scored_by_hand(run, data_dir, tmp_path, name):
     """Counted on one half of val.bin, scored on the other; pauses are not scored"""
     run('train.py', 'config/moduleformer.py', f'--data={name}', f'--data_dir={data_dir}',
-        f'--out_dir={tmp_path}/run', *ONE_STEP, here=True)
+        f'--out_dir={tmp_path}/run', '--max_iters=1', '--batch_size=1', '--eval_tokens=64',
+        '--sample_tokens=0', here=True)
     run('papers.prune_curve', tmp_path / 'run', '--thresholds', 0, 0.9,
         f'--json={tmp_path}/c.json', here=True)
     rows = json.loads((tmp_path / 'c.json').read_text())['rows']
@@ -207,7 +178,7 @@ def test_pruned_and_scored_by_hand(run, data_dir, tmp_path, name):
     half = len(tokens) // 2
     pad = load_tokenizer(data_dir / name).pad
     usage = count_usage(model, val_batches(tokens[:half], 128, 16, pad))
-    x, y = one_batch(tokens[half:], 128, pad)
+    x, y = map(torch.cat, zip(*val_batches(tokens[half:], 128, 16, pad)))
     all_parameters = sum(p.numel() for p in model.parameters())
     for row, small in zip(rows, (model, prune_experts(model, usage, 0.9)[0]), strict=True):
         with torch.no_grad():
@@ -256,24 +227,6 @@ def test_with_memory():
         alone = model(second[:, :-1], second[:, 1:], reduction='none')[1].mean(0).double()
     torch.testing.assert_close(none[8:16], alone)
     assert (few[8:] - at_once[8:]).abs().max() > 1e-5 and (few[8:] - none[8:]).abs().max() > 1e-5
-
-
-def test_eval_length_as_a_user(run, smoke, tmp_path):
-    runs = smoke('config/moduleformer.py'), smoke('config/llama.py')
-    out = tmp_path / 'l.json'
-    done = run('papers.eval_length', *runs, '--length=160', '--stride=3000', f'--json={out}',
-               here=True)
-    lines = done.stdout.splitlines()
-    rows = json.loads(out.read_text())['runs']
-    assert [row['trained'] for row in rows] == [128, 64]
-    for row, column, line in zip(rows, (3, 4), (lines[6], lines[8])):
-        T, loss = row['trained'], row['loss']
-        means = [f'{np.mean(loss[a:b]):.4f}' for a, b in ((0, 64), (64, 128), (128, 160))]
-        assert [line.split()[column] for line in lines[2:5]] == means
-        change = np.mean(loss[T:]) - np.mean(loss[T // 2:T])
-        assert float(line.split()[-1]) == pytest.approx(change, abs=1e-4)
-    done = run('papers.eval_length', smoke('config/moep.py'), '--length=128', code=2)
-    assert 'table of 64 positions' in done.stderr
 
 
 # ---- depth --------------------------------------------------------------------------------------
@@ -328,11 +281,3 @@ def test_all_drafts_are_kept():
         layer.down.weight.data.zero_()
     texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3, Machine('cpu'))
     assert texts.shape == (2, 14) and kept == 1
-
-
-@pytest.mark.parametrize('script, message', [
-    ('path_usage', 'it has no paths'),
-    ('prune_curve', 'only a ModuleFormer'),
-    ('depth', 'not of stlm_depth')])
-def test_a_run_of_another_model(run, smoke, script, message):
-    assert message in run(f'papers.{script}', smoke('config/gpt2.py'), code=2).stderr

@@ -9,21 +9,18 @@ import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import prepare
 from conftest import ROOT, documents
-from plumbing.bpe import train_bpe
 from plumbing.cli import UserError
 from plumbing.download import new_folder
-from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
-                                ranks_blob)
+from plumbing.tokenizer import (EOT, choose_tokenizer, load_meta, load_tokenizer)
 from plumbing.text import clean
 from prepare import find_files, read_documents, write_data_set
+from train import load_bin
 
 
 def words_corpus(n=400, seed=0):
@@ -36,10 +33,6 @@ def as_train(texts):
     return (('train', text) for text in texts)
 
 
-def read_bin(folder, split):
-    return np.fromfile(folder / f'{split}.bin', dtype=np.uint16)
-
-
 # ---- Data sets ----------------------------------------------------------------------------------
 
 def test_write_and_load(tmp_path):
@@ -49,32 +42,18 @@ def test_write_and_load(tmp_path):
     write_data_set(target, as_train(docs), 300, val_fraction=.1)
     train, val = (documents(target, split) for split in ('train', 'val'))
     assert sorted(train + val) == sorted(docs) and train != docs[:360] and len(val) == 40
-    assert os.listdir(tmp_path) == ['d']
-    names = ['meta.json', 'tokenizer.tiktoken', 'train.bin', 'val.bin']
-    assert sorted(os.listdir(target)) == names
     meta = load_meta(target)
-    assert str(tmp_path) not in json.dumps(meta)
     for split, texts in (('train', train), ('val', val)):
         assert meta['splits'][split] == dict(
-            tokens=len(read_bin(target, split)), documents=len(texts),
+            tokens=len(load_bin(target, split)), documents=len(texts),
             words=sum(len(text.split()) for text in texts),
             bytes=sum(len(text.encode()) for text in texts))
-    size = load_tokenizer(target).n_vocab
-    assert meta['tokenizer']['vocab_size'] == size == meta['tokenizer']['eot'] + 1
 
 
 def test_the_tokenizer_has_not_seen_the_validation_text(tmp_path):
     write_data_set(tmp_path / 'd', [('train', 'the red cat ' * 9), ('val', 'zq ' * 99)], 300)
     tokens = load_tokenizer(tmp_path / 'd').token_bytes
     assert b' cat' in tokens and b' zq' not in tokens and b'zq' not in tokens
-
-
-def test_the_seed_decides_the_order(tmp_path):
-    pairs = [*as_train(words_corpus()), ('val', 'a cat')]
-    for name, seed in (('a', 1), ('b', 2), ('c', 1)):
-        write_data_set(tmp_path / name, pairs, choose_tokenizer('bytes'), seed=seed)
-    a, b, c = (documents(tmp_path / name, 'train') for name in 'abc')
-    assert a == c != b and sorted(a) == sorted(b)
 
 
 def test_many_processes_give_the_same_bytes(tmp_path, monkeypatch):
@@ -107,8 +86,6 @@ def test_text_splits(tmp_path):
     docs = read(path)
     assert len(docs) > 3 and '\n'.join(docs) == '\n'.join(lines)
     assert max(map(len, docs)) < 17000 and min(map(len, docs[:-1])) > 16000
-    path.write_text('one\n' + ' \n' * 9000 + 'two')      # a cubic pattern would take days
-    assert read(path) == ['one', 'two']
 
 
 def test_jsonl(tmp_path):
@@ -128,8 +105,7 @@ def write_files(folder, names):
 
 def test_packed_files_and_folders(tmp_path):
     """The ends of names say what is text in a folder. Hidden files are not read, nor any twice."""
-    hidden = ['._a.txt', '.ipynb_checkpoints/a-checkpoint.txt', 'sub/.venv/c.txt']
-    write_files(tmp_path, ['image.png', 'pom.xml', 'sub/more.md', *hidden])
+    write_files(tmp_path, ['image.png', '._a.txt', 'sub/.venv/c.txt'])
     (tmp_path / 'a.txt').write_text('plain')
     (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(b'zipped'))
     (tmp_path / 'c.jsonl.xz').write_bytes(lzma.compress(b'{"text": "squeezed"}\n'))
@@ -139,43 +115,31 @@ def test_packed_files_and_folders(tmp_path):
     texts = [text for _, path in files for text in read(path)]
     assert texts == ['plain', 'zipped', 'squeezed', 'packed', 'deep']
     assert find_files([tmp_path, tmp_path / 'a.txt']) == files
-    for name in ('sub/more.md', '._a.txt'):              # anything that is named
-        assert find_files([tmp_path / name]) == [('train', tmp_path / name)]
 
 
 @pytest.mark.parametrize('names, expected', [
     (['train.txt', 'val.txt', 'test.txt'], ['train', 'val']),
     (['dev/a.txt', 'test/a.txt', 'train/a.txt'], ['val', 'train']),
     (['train.txt', 'test.txt'], ['train']),              # val is cut from train
-    (['a.txt', 'test.txt'], ['train', 'train']),
     (['X-train.txt', 'X-valid.txt', 'more.txt'], ['train', 'val', 'train']),
-    (['b.txt', 'val/a.txt'], ['train', 'train']),
-    (['train/a.txt', 'train/a_val.txt', 'b.txt'], ['train', 'val', 'train']),    # the last word
     (['dev/a.dev', 'train_10M/a.train'], ['val', 'train']),
-    (['test_1/a_train.txt', 'test_1/b.txt'], ['train', 'train']),  # a folder of all says nothing
     (['valentine.txt', 'train.txt'], ['train', 'train'])])
 def test_names_of_splits(tmp_path, monkeypatch, names, expected):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, names)
     assert [split for split, _ in find_files(names)] == expected
-    if 'test_1/b.txt' not in names:
-        assert sorted(split for split, _ in find_files(['.'])) == sorted(expected)
+    assert sorted(split for split, _ in find_files(['.'])) == sorted(expected)
 
 
 def test_wiki(tmp_path):
     page = '<page><title>{}</title><ns>{}</ns>{}<revision><text>{}</text></revision></page>'
-    text = "'''Cats''' are [[animal|animals]].&lt;ref name=x&gt;No {{a|b}}&lt;/ref&gt; " \
-        '{{Box|{{in}}|x}}[[File:a.jpg|thumb|a [[b]] c]]\n== Life ==\n* They [[sleep]] &amp;amp; ' \
-        'eat. [http://x.org Site]\n{| class=x\n|a\n|}\n==References==\nno'
+    text = "'''Cats''' are [[animal|animals]].\n== Life ==\n* They [[sleep]] &amp;amp; eat."
     pages = page.format('Cat', 0, '', text) + page.format('Talk', 1, '', 'no') \
         + page.format('Old', 0, '<redirect/>', 'no')
     xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">{pages}</mediawiki>'
     path = tmp_path / 'a.xml.bz2'
     path.write_bytes(bz2.compress(xml.encode()))
-    assert read(path) == ['Cat\nCats are animals.\nLife\nThey sleep & eat. Site']
-    path.write_bytes(bz2.compress(b'<a><b>'))
-    with pytest.raises(UserError, match='a.xml.bz2 cannot be read: ParseError: no element found'):
-        read(path)
+    assert read(path) == ['Cat\nCats are animals.\nLife\nThey sleep & eat.']
 
 
 @pytest.mark.parametrize('text, cleaned', [
@@ -193,47 +157,27 @@ def test_wiki_markup(text, cleaned):
     assert clean(text) == cleaned
 
 
-@pytest.mark.parametrize('opened', [
-    '<ref', '<ref>', '<math <ref ', '<!--', '<', '[[', '[[a:', '[[a|', '[http://', '[http://a ',
-    '{{', '{|', '\n==', ' ', ' =', "'", '__A', '\n ', '&#'])
-def test_wiki_markup_that_never_ends(opened):
-    """With a quadratic pattern each takes minutes."""
-    for end in ('x', '>', ']]'):
-        clean(opened * 100000 + end)
-
-
 # ---- The command line ---------------------------------------------------------------------------
 
-def test_text_command(tmp_path, monkeypatch, capsys):
+def test_text_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     docs = words_corpus(300)
     Path('train.txt').write_text('\n\n'.join(docs[:200]))
     Path('val.txt').write_text('\n\n'.join(docs[200:]))
-
-    def make(name, *options, files=('train.txt', 'val.txt')):
-        prepare.main(['text', '--name', name, '--input', *files, *options])
-        return Path('data', name)
-    mine = make('mine', '--vocab_size', '5000')
-    assert 'the text is too small for a vocabulary of 5,000' in capsys.readouterr().out
-    assert sorted(documents(mine, 'val')) == sorted(docs[200:])
-    for name, options in dict(again=[], chunks=['--chunks', '5'], pauses=['--pauses', '3'],
-                              sentences=['--sentences']).items():
-        folder = make(name, '--tokenizer', 'data/mine', *options)
-        assert documents(folder, 'train') == documents(mine, 'train')
-    assert load_tokenizer('data/again').hash == load_tokenizer(mine).hash
-    assert load_tokenizer('data/chunks').extra['byte_limit'] == 5
-    assert load_tokenizer('data/sentences').extra['token_limit'] == 32
-    make('mine', '--tokenizer', 'bytes', '--overwrite', files=['val.txt'])
-    assert load_meta(mine)['tokenizer']['kind'] == 'bytes'
-    assert sorted(os.listdir('data')) == ['again', 'chunks', 'mine', 'pauses', 'sentences']
+    mine = Path('data/mine')
+    wrapped = ['--tokenizer', mine]
+    for name, options in dict(mine=[], again=wrapped, chunks=[*wrapped, '--chunks=5'],
+                              pauses=[*wrapped, '--pauses=3'],
+                              sentences=[*wrapped, '--sentences']).items():
+        args = ['text', '--name', name, '--input', 'train.txt', 'val.txt', *options]
+        prepare.main([str(arg) for arg in args])
+        assert sorted(documents(Path('data', name), 'val')) == sorted(docs[200:])
+        assert documents(Path('data', name), 'train') == documents(mine, 'train')
 
 
-def test_named_from_input(tmp_path, monkeypatch, capsys):
+def test_named_sets_from_input(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    vocab = train_bpe(Counter(PATTERN.findall('The cat sat on the mat. ' * 5)), 280)
-    Path('r.tiktoken').write_bytes(ranks_blob(vocab))
     math = json.dumps(dict(question='1+1?', generated_solution='2')) + '\n'
-    own = dict(babylm=[], openmath=['--vocab_size', '270'])      # not the set's own tokenizer
     for name, ending, row, expected in [
             ('tinystories', 'txt', f'\nA story.\n{EOT}\n', ['A story.'] * 5),
             ('openmath', 'jsonl', math, ['1+1?\n2'] * 5),
@@ -242,16 +186,8 @@ def test_named_from_input(tmp_path, monkeypatch, capsys):
         write_files(tmp_path, [f'{name}/{split}/a.{ending}' for split in ('train', 'val')])
         for path in Path(name).rglob('a.*'):
             path.write_text(row * 5)
-        prepare.main([name, '--input', name, *own.get(name, ['--tokenizer', 'r.tiktoken'])])
+        prepare.main([name, '--input', name, '--tokenizer', 'bytes'])
         assert documents(Path('data', name), 'val') == expected
-    assert 256 < load_tokenizer('data/openmath').n_vocab <= 270
-    pair = json.dumps(dict(sentence_good='a', sentence_bad='b')) + '\n'
-    write_files(tmp_path, ['pairs/x.jsonl', 'pairs/about.txt'])
-    Path('pairs/x.jsonl').write_text(pair * 3)
-    prepare.main(['blimp', '--input', 'pairs'])
-    assert 'data/blimp: 3 pairs in 1 files' in capsys.readouterr().out
-    assert os.listdir('data/blimp') == ['x.jsonl']
-    assert Path('data/blimp/x.jsonl').read_text() == pair * 3
 
 
 # ---- Nothing is lost ----------------------------------------------------------------------------

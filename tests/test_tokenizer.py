@@ -13,7 +13,7 @@ from plumbing import tokenizer as tokenizers
 from plumbing.bpe import train_bpe
 from plumbing.cli import UserError
 from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, chunk_tokenizer,
-                                copy_tokenizer, load_meta, load_tokenizer, neox_tokenizer,
+                                copy_tokenizer, load_tokenizer, neox_tokenizer,
                                 rank_tokenizer, ranks_blob)
 from prepare import write_data_set
 
@@ -21,8 +21,6 @@ TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
     "and the dog wasn't. It's 1234 o'clock.\n\n  Ünïcode 日本語 🙂🙂\t\n"
 ODD = ['', ' ', '\n', '\r\n', 'a\u2028b\x85c', '🙂👩\u200d👩\u200d👧', EOT, f'x{EOT}y',
        '\x00\x01', "don't  I'll", '   three   ', 'e\u0301 é']
-
-
 BYTES = ranks_blob([bytes([b]) for b in range(256)])
 
 
@@ -79,8 +77,7 @@ def test_bpe_does_not_depend_on_order_and_stops():
     backwards = dict(reversed(counts.items()))
     vocab = train_bpe(counts, 10000)
     assert vocab == train_bpe(backwards, 10000)
-    assert 256 < len(vocab) < 9999 and len(set(vocab)) == len(vocab)
-    assert train_bpe({}, 500) == [bytes([b]) for b in range(256)]
+    assert 256 < len(vocab) < 9999
     assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']     # not what is seen once
 
 
@@ -101,11 +98,6 @@ def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
     assert tokenizer.decode([200]) == '\ufffd' and tokenizer.decode([tokenizer.eot]) == ''
 
 
-def test_bpe_of_a_million_letters():
-    letters = ''.join(random.Random(0).choices('abcdefgh', k=10 ** 6))
-    assert len(train_bpe({letters: 2, ' ' * 10 ** 6: 2}, 10000)) > 300
-
-
 def test_a_long_text_is_encoded_in_parts():
     """The ids are those of the whole, since parts end where a pre-token does."""
     ranks = ranks_blob(train_bpe(Counter(PATTERN.findall(TEXT * 5)), 350))
@@ -118,7 +110,7 @@ def test_a_long_text_is_encoded_in_parts():
         assert len(tokenizers.PARTS.findall(text)) > 5
 
 
-@pytest.mark.parametrize('unit', [' ', '\t', '\n', ' \n', 'a', '.', '1', '🙂', ' a'])
+@pytest.mark.parametrize('unit', [' ', '\n', 'a', '.'])
 def test_a_million_of_one_kind(unit):
     """tiktoken's own stack overflows."""
     n = 10 ** 6 if unit.isspace() else 10 ** 5           # what is no blank never overflows
@@ -139,42 +131,22 @@ def test_pattern_is_gpt2s():
 # ---- The kinds ----------------------------------------------------------------------------------
 
 
-def fake_gpt2(path):
-    """A ranks file whose bytes are not in order, as GPT-2's are not."""
+def test_ranks_file(tmp_path):
+    """Whose bytes are not in order, as GPT-2's are not."""
     vocab = train_bpe(Counter(PATTERN.findall(TEXT * 5)), 300)
     order = vocab[33:127] + vocab[:33] + vocab[127:]
-    path.write_bytes(ranks_blob(order))
-    return order
-
-
-def test_ranks_file(tmp_path):
-    order = fake_gpt2(tmp_path / 'gpt2.tiktoken')
+    (tmp_path / 'gpt2.tiktoken').write_bytes(ranks_blob(order))
     tokenizer = choose_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
-    assert tokenizer.n_vocab == len(order) + 1 and tokenizer.eot == len(order)
-    assert tokenizer.kind == 'bpe' and tokenizer.token_bytes == order + [b'']
+    assert tokenizer.eot == len(order) and tokenizer.token_bytes == order + [b'']
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     other = rank_tokenizer(ranks_blob([*order[:-2], order[-1], order[-2]]))
-    assert other.hash != tokenizer.hash and rank_tokenizer(tokenizer.blob).hash == tokenizer.hash
-    with pytest.raises(UserError, match='the ranks do not run from 0'):
-        rank_tokenizer(b''.join(tokenizer.blob.splitlines(keepends=True)[1:]))
-
-
-def test_gpt2_by_name(tmp_path, monkeypatch):
-    order = fake_gpt2(tmp_path / 'gpt2.tiktoken')
-    by_path = choose_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
-    encoding = tiktoken.Encoding('gpt2', pat_str=PATTERN.pattern, special_tokens={},
-                                 mergeable_ranks={t: i for i, t in enumerate(order)})
-    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: encoding)
-    monkeypatch.setattr(tokenizers, 'GPT2_HASH', by_path.hash)
-    by_name = choose_tokenizer('gpt2')
-    assert by_name.hash == by_path.hash and by_name.kind == 'gpt2'
-    assert choose_tokenizer(str(tmp_path / 'gpt2.tiktoken')).kind == 'gpt2'
+    assert other.hash != tokenizer.hash
 
 
 MERGES = (('h', 'e'), ('t', 'he'), ('Ġ', 'the'), ('Ġ', 'Ġ'))
 
 
-def fake_neox(merges=MERGES, shuffle=False, **changes):
+def fake_neox(merges=MERGES, shuffle=False):
     letter_of = {byte: letter for letter, byte in tokenizers.byte_letters().items()}
     tokens = [letter_of[b] for b in range(256)] + [a + b for a, b in merges]
     ids = list(range(2, 2 + len(tokens)))
@@ -188,7 +160,6 @@ def fake_neox(merges=MERGES, shuffle=False, **changes):
     spec = dict(added_tokens=added, normalizer={'type': 'NFC'},
                 pre_tokenizer={'type': 'ByteLevel', 'add_prefix_space': False},
                 model=dict(type='BPE', vocab=vocab, merges=[' '.join(m) for m in merges]))
-    spec.update(changes)
     return json.dumps(spec).encode(), top
 
 
@@ -203,15 +174,11 @@ def test_neox(shuffle):
         return [spec[t] for t in tokens]
     assert tokenizer.encode('the the') == ids('the', 'Ġthe')
     assert tokenizer.encode('h     the') == ids('h') + [top] + ids('Ġthe')   # four spaces and one
-    assert tokenizer.encode('    he') == [top] + ids('he')
     assert tokenizer.encode('      ') == [top, top + 2]
-    assert tokenizer.encode('\n  h') == ids('Ċ') + [top + 2] + ids('h')
     assert tokenizer.encode('e\u0301') == tokenizer.encode('é') == ids('Ã', '©')
     for text in [*ODD[:-1], TEXT]:
         encoded = tokenizer.encode(text)
         assert tokenizer.decode(encoded) == text and not {0, 1} & set(encoded)
-    assert tokenizer.token_bytes[0] == tokenizer.token_bytes[1] == b''
-    assert tokenizer.token_bytes[top] == b'    '
 
 
 def test_neox_merges_decide_not_ids():
@@ -223,14 +190,6 @@ def test_neox_merges_decide_not_ids():
             assert [tokenizer.decode([i]) for i in tokenizer.encode('abc')] == expected
 
 
-def test_neox_that_is_not():
-    for changes in [dict(pre_tokenizer={'type': 'Metaspace', 'add_prefix_space': False}),
-                    dict(pre_tokenizer={'type': 'Sequence'}),
-                    dict(normalizer={'type': 'Lowercase'})]:
-        with pytest.raises(UserError, match='must be a byte-level BPE'):
-            neox_tokenizer(fake_neox(**changes)[0])
-
-
 def test_bytes_and_hashes():
     tokenizer = choose_tokenizer('bytes')
     assert tokenizer.n_vocab == 257 and tokenizer.eot == 256
@@ -240,24 +199,6 @@ def test_bytes_and_hashes():
     hashes = [tokenizer.hash, rank_tokenizer(BYTES).hash, neox_tokenizer(fake_neox()[0]).hash,
               chunk_tokenizer(tokenizer, 4).hash, chunk_tokenizer(tokenizer, 5).hash]
     assert len(set(hashes)) == 5
-    blob, _ = fake_neox([('a', 'b'), ('b', 'c')])
-    spec = json.loads(blob)
-    spec['model']['merges'].reverse()                    # the same tokens, but other ones for 'abc'
-    assert neox_tokenizer(json.dumps(spec).encode()).hash != neox_tokenizer(blob).hash
-
-
-def test_vocabulary_too_large():
-    ranks = [bytes([b]) for b in range(256)]
-    ranks += [bytes([a, b]) for a in range(256) for b in range(256)]
-    with pytest.raises(UserError, match='65,536'):
-        rank_tokenizer(ranks_blob(ranks))
-
-
-def test_text_to_look_at():
-    """An empty line where a document ends; nothing for the ids of a padded vocabulary."""
-    tokenizer = build_tokenizer('bytes')
-    assert tokenizer.show([256, *b'one', 256, *b'two', 256]) == 'one\n\ntwo'
-    assert tokenizer.decode([*b'one', 300]) == tokenizer.show([*b'one', 300]) == 'one'
 
 
 # ---- Their files --------------------------------------------------------------------------------
@@ -278,28 +219,11 @@ def test_run_folder_stands_alone(tmp_path):
         alone = load_tokenizer(run)
         assert alone.hash == tokenizer.hash and alone.kind == tokenizer.kind
         assert alone.encode('the red') == tokenizer.encode('the red')
-    chunks = load_tokenizer(tmp_path / 'run_c')
-    assert chunks.kind == 'chunks' and chunks.end == [257, 258, 258, 258] and chunks.pad == 258
 
 
-def test_files_that_do_not_belong_together(tmp_path):
-    """A vocabulary that meta.json does not describe, files that are damaged, no data set at all."""
-    target = tmp_path / 'd'
-    write_data_set(target, [('train', 'a'), ('val', 'b')], rank_tokenizer(BYTES), ('chunks', 4))
-    path = target / 'tokenizer.tiktoken'
-    path.write_bytes(ranks_blob([bytes([b]) for b in reversed(range(256))]))
+def test_another_vocabulary_than_meta_json_describes(tmp_path):
+    write_data_set(tmp_path / 'd', [('train', 'a'), ('val', 'b')], rank_tokenizer(BYTES))
+    reordered = ranks_blob([bytes([b]) for b in reversed(range(256))])
+    (tmp_path / 'd/tokenizer.tiktoken').write_bytes(reordered)
     with pytest.raises(UserError, match='is not the tokenizer that meta.json describes'):
-        load_tokenizer(target)
-    path.write_bytes(BYTES[:-9])
-    with pytest.raises(UserError):
-        load_tokenizer(target)
-    path.unlink()
-    with pytest.raises(UserError, match='tokenizer.tiktoken cannot be read: No such file'):
-        load_tokenizer(target)
-    for content in ('{"tokenizer": 3', '[]', '{}'):
-        (target / 'meta.json').write_text(content)
-        with pytest.raises(UserError, match='meta.json cannot be read'):
-            load_tokenizer(target)
-    for name, command in dict(toy_math='toy', babylm='babylm').items():
-        with pytest.raises(UserError, match=f'is missing; .*: python prepare.py {command}'):
-            load_meta(tmp_path / name)
+        load_tokenizer(tmp_path / 'd')
