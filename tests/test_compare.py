@@ -169,3 +169,15 @@ def test_page_in_a_browser(call, tmp_path):
     assert seen['problems'] == [] and 'val toy: 6' in seen['left']
     assert '2: 0.0%, unused at the end' in seen['share']
     assert seen['right'].startswith('training FLOPs')
+
+
+def test_difference_from_the_first_run(call, tmp_path):
+    write_log(tmp_path / 'a', start(n=1, seed=1), evaluation(1, 2.0))
+    write_log(tmp_path / 'b', start(n=2, seed=1), evaluation(1, 1.5))
+    write_log(tmp_path / 'c', start(n=2, seed=2), evaluation(1, 2.25))
+    text = call('a', 'b')
+    assert cells(text)['toy: difference'] == ['-', '-0.5000']
+    assert 'one run each: on the toy corpora' in text
+    text = call('a', 'b', 'c')
+    assert cells(text)['toy: difference'] == ['-', '-0.5000', '+0.2500']
+    assert 'one run each' not in text and 'one run each' not in call('a')

@@ -222,3 +222,13 @@ def test_as_a_user(run, data_dir, tmp_path):
     done = subprocess.run([sys.executable, '-I', '-c', FRESH], cwd=tmp_path, text=True,
                           capture_output=True, env=env | dict(PATH=''))
     assert done.stdout == f"{load_tokenizer(tmp_path / 'out/moep').eot} 2\n", done.stderr
+
+
+def test_what_is_refused(run, data_dir, tmp_path):
+    keys = dict(n_kv_head=2, byte_limit=7, byte_head=2, byte_embd=8, byte_layer=1, block_size=32)
+    chunks = make_run(tmp_path / 'bytes', data_dir / 'toy_bytes', 'stlm', keys)
+    assert 'reads chunks' in run('tools.export_hf', chunks, code=2).stderr
+    routed = make_run(tmp_path / 'routed', data_dir / 'toy_stories', 'arena.sigmoid', {})
+    assert 'which needs other files' in run('tools.export_hf', routed, code=2).stderr
+    message = run('tools.export_hf', chunks, f'--out={tmp_path}', code=2).stderr
+    assert 'exists already' in message
