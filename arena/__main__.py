@@ -30,6 +30,7 @@ from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_swee
 from plumbing.cli import Parser, UserError, between, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
+from plumbing.text import read_log
 from prepare import make_missing_toys
 from tools.flops import training_flops
 
@@ -150,7 +151,7 @@ def train(stages, out, seed, setting):
             args += [third_of_tokens(args, setting), f'--{setting}']
         call('train.py', *args, f'--seed={seed}', f'--out_dir={folder}', '--sample_tokens=0',
              '--resume')
-        logs.append(read_log(folder))
+        logs.append(measure(folder))
     tokens = sum(log['tokens'] for log in logs)
     return folder, logs[-1] | dict(
         tokens=tokens,
@@ -170,9 +171,9 @@ def third_of_tokens(args, setting):
     return f'--max_iters={windows // (3 * swept.batch_size * swept.gradient_accumulation_steps)}'
 
 
-def read_log(folder):
+def measure(folder):
     """What a run cost, and how good it is."""
-    lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
+    lines = read_log(folder)
     run = next(line['run'] for line in lines if 'run' in line)
     last = [line for line in lines if 'val' in line][-1]
     scores, = last['val'].values()
