@@ -368,12 +368,20 @@ def absorb_inserted(model):
     return rebuild_with(model, state, n_att=n_att, n_ffd=n_ffd, new_att=0, new_ffd=0)
 
 
-def rebuild_with(model, state, **changes):
-    """A new model: the config with `changes`, the weights of `state`. Other weights stay random."""
+def rebuild_with(model, state, staying=None, **changes):
+    """A new model: the config with `changes`, the weights of `state`; other weights stay random. Of
+    what has a row per module, the rows in staying[pool] stay, or rows are added."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
-    new.load_state_dict({**new.state_dict(), **state})
+    weights = new.state_dict()
+    for name, tensor in state.items():
+        if tensor.shape != weights[name].shape:
+            pool = '.'.join(name.split('.')[:3])         # blocks.0.att
+            added = weights[name][len(tensor):]
+            tensor = tensor[staying[pool]] if staying else torch.cat((tensor, added))
+        weights[name] = tensor
+    new.load_state_dict(weights)
     return new.train(model.training)
 
 
@@ -414,20 +422,17 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
              for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {pool: len(count) for pool, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')
-    state = model.state_dict()
     table = PruneTable()
     sizes = dict(att=[], ffd=[])                         # modules that stay, layer by layer
+    staying = {}                                         # {pool: which}
     for pool, before in pools.items():                   # blocks.0.att, blocks.0.ffd, ...
         count = usage[pool]
         frequency = count / (count.max() if normalise == 'max' else count.sum())
         frequency[frequency.topk(model.config.top_k).indices] = math.inf    # these always stay
-        staying = (frequency >= threshold).nonzero().flatten()
-        for name, stack in model.get_submodule(pool).named_modules(prefix=pool):
-            if isinstance(stack, Stack):
-                state[f'{name}.weight'] = stack.weight[staying]
-        sizes[pool.rsplit('.', 1)[1]].append(len(staying))
-        table.append(dict(layer=pool, before=before, after=len(staying)))
-    new = rebuild_with(model, state, n_att=sizes['att'], n_ffd=sizes['ffd'])
+        staying[pool] = (frequency >= threshold).nonzero().flatten()
+        sizes[pool.rsplit('.', 1)[1]].append(len(staying[pool]))
+        table.append(dict(layer=pool, before=before, after=len(staying[pool])))
+    new = rebuild_with(model, model.state_dict(), staying, n_att=sizes['att'], n_ffd=sizes['ffd'])
     table.left = new.count_params()[0] / model.count_params()[0]
     return new, table
 

@@ -5,6 +5,7 @@ Train any model of this repository: one plain loop.
     python train.py config/moep.py --n_block=8 --out_dir=out/p8  # any setting of training or model
     python train.py config/moep.py --resume              # go on after a kill: on a CPU, bit for bit
     python train.py config/moep.py --max_iters=0         # print sizes and plan, train nothing
+    python train.py config/moep.py --seeds=1,2,3         # three runs; then python -m tools.compare
     torchrun --nproc_per_node=2 train.py config/moep.py  # several processes (large models: --shard)
 
 A config is a Python file of assignments, and `--key=value` overrides it. A key belongs to
@@ -23,7 +24,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing.checkpoint import build_model, context_limit, find_surgery, read_checkpoint
-from plumbing.cli import UserError, human, new_file, reading, run_main
+from plumbing.cli import UserError, human, lock, new_file, reading, run_main
 from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.muon import Muon, split_groups
 from plumbing.report import describe, show_plan, show_sample
@@ -500,6 +501,16 @@ def dropout_rate(it, s, steps, p):
 def main():
     s, module, keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype)
+    for seed in s.seeds:
+        out = f'{s.out_dir}/seed_{seed}'
+        machine.say(f'\nseed      {seed}')
+        run(replace(s, seed=seed, seeds=[], out_dir=out), module, dict(keys), machine)
+    if not s.seeds:
+        run(s, module, keys, machine)
+    machine.close()
+
+
+def run(s, module, keys, machine):
     out = Path(s.out_dir)
     ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
 
@@ -520,7 +531,7 @@ def main():
     show_plan(model, data, it, last_step, s, machine)
     if s.max_iters == 0:
         if not s.surgery:                                # the plan was all
-            return machine.close()
+            return
         last_step = 0                                    # the surgery alone
     if (s.memory or data.T > model.config.block_size) and context_limit(model.eval()):
         raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, set no '
@@ -561,7 +572,7 @@ def main():
     resumed_at = it if ckpt else None
     del ckpt                                             # the moments of a large model are in there
     pending = [words for words in sorted(s.checkpoint_words) if words > data.words]
-    stop = catch_signals()
+    stop, handlers = catch_signals()
     mean, norm = {}, None
     bar = tqdm(total=last_step, initial=it, smoothing=0, unit='step',
                disable=None if machine.rank == 0 else True)      # None: without a terminal
@@ -615,32 +626,34 @@ def main():
             write_log(log, it, began, **values, **scheduled, grad_norm=norm.item(),
                       tokens_per_s=round(rate), epoch=data.epoch, windows=data.seen,
                       words=round(data.words))
-            bar.set_postfix_str(f"loss {values['loss']:.3f}, {human(rate)} {data.noun}/s")
+            speed = f'{human(rate)} {data.noun}/s, {machine.memory():.2g} GB'
+            bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}")
             if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
-                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {human(rate)} {data.noun}/s")
+                machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {speed}")
         words_per_step = data.words / it                 # steps are rounded down: the last may miss
         reached = data.words + (words_per_step if it >= last_step else 0)    # its target by one
         while pending and reached >= pending[0]:
             check_finite(mean, norm, it, out)
             save(out / f'ckpt_{human(pending.pop(0))}.pt', it, model, data, s, machine)
     bar.close()
+    for number, handler in handlers.items():             # the run is saved: Ctrl-C ends the script
+        signal.signal(number, handler)
     if last_step and s.sample_tokens:
         show_sample(model, data, s, machine)
     else:
         machine.say(f'saved     {out}/ckpt.pt')
-    machine.close()
 
 
 def catch_signals():
-    """-> a list that fills with signals: the loop saves and stops. A second one ends it at once."""
+    """-> a list that fills with signals: the loop saves and stops. A second one ends it at once.
+    And the handlers that there were before."""
     caught = []
 
     def catch(number, _):
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, catch)
-    signal.signal(signal.SIGTERM, catch)
-    return caught
+    handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    return caught, handlers
 
 
 def asked_to_stop(stop, it, s, machine):
@@ -657,11 +670,15 @@ def check_finite(mean, norm, it, out):
 
 
 def open_log(out, ckpt, s):
-    """log.jsonl, without the lines that a killed run wrote after its last checkpoint."""
+    """log.jsonl, without the lines that a killed run wrote after its last checkpoint. It is locked
+    until the run ends: of two that start together, one may write."""
     out.mkdir(parents=True, exist_ok=True)
+    log = open(out / 'log.jsonl', 'a', encoding='utf-8')
+    came_first = (out / 'ckpt.pt').exists() and not (ckpt or s.overwrite)   # it has even finished
+    if came_first or not lock(log):
+        raise UserError(f'another run is writing to {out}: set another --out_dir')
     for old in out.glob('ckpt*.pt') if s.overwrite else []:
         old.unlink()
-    log = open(out / 'log.jsonl', 'a', encoding='utf-8')
     log.truncate(min(ckpt['log_bytes'], log.tell()) if ckpt else 0)
     log.seek(0, os.SEEK_END)
     return log

@@ -25,6 +25,8 @@ def read_checkpoint(path):
     if not file.is_file():
         runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
         hint = f"there are {', '.join(runs)}" if runs else 'make one with train.py'
+        if any(Path(ROOT, folder, path).exists() for folder in ('', 'out')):
+            hint = f'run this in {ROOT}'
         raise UserError(f'there is no checkpoint {file}; {hint}')
     with reading(file):
         ckpt = torch.load(file, map_location='cpu', weights_only=True)

@@ -3,6 +3,8 @@
 import copy
 import math
 import os
+import sys
+import time
 import types
 import warnings
 
@@ -64,6 +66,25 @@ class Machine:
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
+
+    def memory(self):
+        """The most that this process has taken so far, in GB."""
+        if self.cuda:
+            return torch.cuda.max_memory_reserved() / 1e9
+        import resource                                  # not on Windows
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kilobytes / (1e9 if sys.platform == 'darwin' else 1e6)    # a Mac counts bytes
+
+    def matrix_rate(self):
+        """FLOP per second of a large matrix product, in the precision that is trained in."""
+        n = 8192 if self.cuda else 1024
+        a = torch.rand(n, n, device=self.device, generator=torch.Generator(self.device))
+        a, times = a.to(self.dtype), []
+        for _ in range(5):                               # the first ones warm up
+            began = time.perf_counter()
+            (a @ a)[0, 0].item()                         # waits until it is computed
+            times.append(time.perf_counter() - began)
+        return 2 * n ** 3 / min(times)
 
     def random_state(self):
         return dict(cpu=torch.get_rng_state(), device=self.rng and self.rng.get_rng_state())

@@ -13,6 +13,8 @@ import torch
 from plumbing.cli import human
 from plumbing.settings import ROOT
 
+USUAL_SHARE = 0.25                      # what training reaches of the rate of a matrix product
+
 
 def show_plan(model, data, it, last_step, s, machine):
     total, active = model.count_params()
@@ -32,6 +34,10 @@ def show_plan(model, data, it, last_step, s, machine):
     windows = last_step * data.rows
     machine.say(f'plan      {last_step:,} steps, {human(windows * data.T)} {data.noun}, '
                 f'{windows / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
+    flops = 6 * active * (last_step - it) * data.rows * data.T / machine.world
+    minutes = flops / (USUAL_SHARE * machine.matrix_rate()) / 60
+    machine.say(f'takes     about {max(1, minutes):.0f} minutes; weights, gradients and optimiser '
+                f'{human(4 * total + 12 * trained)}B, activations more')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if it:
         left = '' if it < last_step else ': nothing is left to train'

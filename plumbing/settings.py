@@ -28,6 +28,7 @@ class Settings:
     model: str = 'moep'                    # the model file, without .py
     out_dir: str = ''                      # the run's folder; out/<name of the config> if not given
     seed: int = 42                         # for weights, dropout and the order of the data
+    seeds: list = field(default_factory=list)   # 1,2,3: a run for each, in out_dir/seed_1, ...
     # what is read
     data: str | dict = 'toy_stories'       # folders of data_dir: a,b or {a: (from, to[, passes])}
     data_dir: str = 'data'                 # where prepare.py put them
@@ -120,6 +121,8 @@ def read_config(path):
         configs = [p.as_posix() for p in Path('config').glob('**/*.py')]
         near = difflib.get_close_matches(f'config/{path}', configs, 1, 0.7)
         hint = f'did you mean {near[0]}?' if near else 'a setting is written --key=value'
+        if Path(ROOT, path).is_file():
+            hint = f'run this in {ROOT}'
         raise UserError(f'there is no config file {path}; {hint}')
     try:
         names = runpy.run_path(str(path))

@@ -55,7 +55,6 @@ def test_training_rows_by_hand(measured):
     assert row['rows'] == 2 and row['T'] == 16
     assert row['tokens_per_s'] == 2 * 16 / 0.5 and row['ms'] == 500 and row['gib'] is None
     assert row['flops_per_token'] == 6 * row['active'] + 6 * L * D * T
-    assert result['matrix_rate'] == 2 * 1024 ** 3 / 0.5
     share = row['flops_per_token'] * row['tokens_per_s'] / result['matrix_rate']
     assert row['share'] == pytest.approx(share)
     lines = result['printed'].splitlines()

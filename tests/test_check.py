@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 import torch.nn as nn
 
+import moduleformer
 from conftest import ROOT
 from moep import MoEP, MoEPConfig, Router
+from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.settings import import_model
 from tools import check
+from train import load_bin
 
 SMALL = dict(vocab_size=32, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=1, n_embd_parallel=8, n_block=3, n_expert=3)
@@ -222,6 +226,44 @@ def test_a_parameter_that_nothing_initialises_is_named():
     verdict, text = check.run_check(check.builds, module, MoEPConfig(**MOEP))
     assert verdict == 'WRONG' and text.startswith('parallel.0.router.extra is never initialised')
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize('size, verdict', [
+    (lambda router: router.n_choices, 'ok'),             # a row per module: it shrinks and grows
+    (lambda router: POOLS['n_att'], 'WRONG')])
+def test_surgery_with_a_router_of_ones_own(size, verdict):
+    add = lambda self: self.register_buffer('offset', torch.zeros(size(self)))
+    Router = type('Router', (moduleformer.Router,), dict(
+        __init__=built(add, moduleformer.Router),
+        score=lambda self, x: moduleformer.Router.score(self, x) + self.offset))
+    Model = type('Model', (moduleformer.ModuleFormer,), dict(router=Router))
+    module = SimpleNamespace(Config=moduleformer.ModuleFormerConfig, Model=Model)
+    config = module.Config(**POOLS | dict(n_ffd=POOLS['n_att']))
+    assert check.run_check(check.surgery, module, config)[0] == verdict
+
+
+def test_what_a_block_is_worth(run, smoke, tmp_path):
+    """Against a model whose list lacks the block. One that was made idle is called so."""
+    ckpt = torch.load(smoke('config/moep.py') / 'ckpt.pt', weights_only=True)
+    for name in ckpt['weights']:
+        if name.startswith('last.0.'):
+            ckpt['weights'][name].zero_()
+        elif name.startswith('first.0.'):
+            ckpt['weights'][name].normal_(std=0.1)       # two steps taught it little
+    shutil.copytree(smoke('config/moep.py'), tmp_path / 'run')
+    torch.save(ckpt, tmp_path / 'run/ckpt.pt')
+    lines = run('tools.check', tmp_path / 'run', here=True).stdout.splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in lines[2:]}
+    assert rows['last.0'][1:] == ['+0.0000', 'adds almost nothing']
+
+    model, ckpt = load_checkpoint(tmp_path / 'run')
+    tokens = torch.tensor(load_bin(data_folder(ckpt), 'val')[:8192].astype(int))
+    x, y = (tokens[i:len(tokens) - 1 + i].unfold(0, 64, 64) for i in (0, 1))
+    loss = model(x, y)[1].item()
+    size = (model.wte(x) + model.wpe.weight).std().item()
+    model.first = nn.ModuleList()
+    assert float(rows['first.0'][0]) == pytest.approx(size, rel=0.05)
+    assert float(rows['first.0'][1]) == pytest.approx(model(x, y)[1].item() - loss, abs=0.02)
 
 
 # ---- The command --------------------------------------------------------------------------------

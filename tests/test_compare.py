@@ -55,17 +55,17 @@ def page_data(path):
 
 def test_numbers_are_those_of_the_log(call, tmp_path):
     routes = dict(first=[0.5, 0.4905, 0.0095, 0.0], second=[0.25, 0.25, 0.25, 0.25])
-    write_log(tmp_path / 'out/a', start(seed=1), evaluation(0, 4.0), step(1, balance=2.0),
+    write_log(tmp_path / 'out/a', start(n=1), evaluation(0, 4.0), step(1, balance=2.0),
               step(2, balance=2.5), evaluation(2, 1.5), step(3, balance=2.25, tokens_per_s=90),
               evaluation(3, 2.0, routes))
-    write_log(tmp_path / 'b', start(seed=2), step(1))
+    write_log(tmp_path / 'b', start(n=2), step(1))
     text = call('a', 'b', '--html=page.html')
     table = cells(text)
     expected = dict(tokens=['192', '64'], words=['21', '7'], minutes=['0.3', '0.1'],
-                    balance=['2.25', '-'], seed=['1', '2'])
+                    balance=['2.25', '-'], n=['1', '2'])
     assert {label: table[label] for label in expected} == expected
     assert table['tokens/s, median'] == ['20', '10']
-    assert table['toy: best loss'] == ['1.5000 at 2', '-']
+    assert table['toy: best loss'] == ['1.5000', '-'] and table['toy: best at step'] == ['2', '-']
     assert table['toy: last loss'] == ['2.0000', '-']
     assert table['toy: last bits per byte'] == ['0.5000', '-']
     assert table['unused choices'] == ['2 of 8', '-'] and table['in layer'] == ['first', '-']
@@ -174,10 +174,20 @@ def test_page_in_a_browser(call, tmp_path):
 def test_difference_from_the_first_run(call, tmp_path):
     write_log(tmp_path / 'a', start(n=1, seed=1), evaluation(1, 2.0))
     write_log(tmp_path / 'b', start(n=2, seed=1), evaluation(1, 1.5))
-    write_log(tmp_path / 'c', start(n=2, seed=2), evaluation(1, 2.25))
     text = call('a', 'b')
-    assert cells(text)['toy: difference'] == ['-', '-0.5000']
-    assert 'one run each: on the toy corpora' in text
-    text = call('a', 'b', 'c')
-    assert cells(text)['toy: difference'] == ['-', '-0.5000', '+0.2500']
-    assert 'one run each' not in text and 'one run each' not in call('a')
+    assert cells(text)['toy: difference'] == ['-', '-0.5000'] and 'one run each' in text
+    assert 'one run each' not in call('a')
+
+
+def test_seeds_share_a_column(call, tmp_path):
+    for seed, (a, b) in enumerate([(1.0, 1.5), (2.0, 3.5), (3.0, 5.5)]):
+        write_log(tmp_path / f'out/a/seed_{seed}', start(n=1, seed=seed), evaluation(1, a))
+        write_log(tmp_path / f'b{seed}', start(n=2, seed=seed), evaluation(1, b))
+    text = call('a', 'b0', 'b1', 'b2', '--html=page.html')
+    table = cells(text)
+    assert 'out/a, 3 seeds' in text and 'b0, 3 seeds' in text
+    assert table['toy: last loss'] == ['2.0000 ± 1.0000', '3.5000 ± 2.0000']
+    assert table['toy: difference'] == ['-', '+1.5000']
+    # p: scipy.stats.ttest_ind(..., equal_var=False)
+    assert 'b0, 3 seeds against out/a, 3 seeds: toy +1.5000, no clear difference, p = 0.331' in text
+    assert [run['group'] for run in page_data(tmp_path / 'page.html')['runs']] == [0, 0, 0, 1, 1, 1]

@@ -1,6 +1,7 @@
 """What train.py promises: the order of the data, scores, steps, and that nothing is lost."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -509,6 +510,27 @@ def test_an_existing_run_is_overwritten_only_on_request(tiny, tmp_path):
     tiny('run', max_iters=2, overwrite=True)
     assert [*losses(tmp_path / 'run')] == [1, 2]
     assert not [*(tmp_path / 'run').glob('ckpt_*')]              # of the run before
+
+
+def test_a_folder_in_use_is_left_alone(tiny, tmp_path):
+    tiny('run', max_iters=1)
+    with open(tmp_path / 'run/log.jsonl', 'a') as log:
+        fcntl.flock(log, fcntl.LOCK_EX)                  # what another run does
+        before = (tmp_path / 'run/log.jsonl').read_text()
+        told = tiny('run', max_iters=1, overwrite=True, code=2).stderr
+        assert 'another run is writing to' in told
+    assert (tmp_path / 'run/log.jsonl').read_text() == before and weights(tmp_path / 'run')
+    with mock.patch.object(train, 'find_run', return_value=None):    # it looked before we saved
+        assert 'another run is writing to' in tiny('run', max_iters=1, code=2).stderr
+
+
+def test_each_seed_is_a_run_of_its_own(tiny, tmp_path):
+    tiny('alone', seed=2, max_iters=3)
+    with killed_in_step(5):                              # in the second run
+        tiny('run', seeds=[1, 2], max_iters=3, code=9)
+    tiny('run', seeds=[1, 2], max_iters=3, resume=True)
+    assert_same_run(tmp_path / 'run/seed_2', tmp_path / 'alone')
+    assert losses(tmp_path / 'run/seed_1') != losses(tmp_path / 'alone')
 
 
 @pytest.mark.parametrize('what', ['loss', 'gradient'])

@@ -150,13 +150,6 @@ def seconds(work, machine, repeat=5, at_least=0.2):
     return statistics.median(timed(n) for _ in range(repeat))
 
 
-def matrix_rate(machine):
-    """FLOP per second of a large matrix product, in the precision that is trained in."""
-    n = 8192 if machine.cuda else 1024
-    a, b = (torch.randn(n, n, device=machine.device, dtype=machine.dtype) for _ in range(2))
-    return 2 * n ** 3 / seconds(lambda: a @ b, machine)
-
-
 class RandomTokens(Data):
     """Windows of random tokens, at random places. Of Data, only `batch` is used."""
 
@@ -281,7 +274,7 @@ def main():
     args, extra = read_arguments()
     planned = list(plan_rows(args, extra))
     machine = Machine(planned[0].s.device, planned[0].s.dtype)
-    rate = matrix_rate(machine)
+    rate = machine.matrix_rate()
     uncached = '  no cache  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'

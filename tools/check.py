@@ -3,13 +3,17 @@ Does a model file keep the contract of docs/extending.md? A table of what holds,
 
     python -m tools.check mine --top_k=1  # mine.py, with config/mine.py and another setting
     python -m tools.check arena/mine.py   # with its entry in arena/entries.py, on the toy track
+    python -m tools.check out/mine        # a trained run: what is each of its blocks worth?
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
 all weights, since a gate that starts at zero hides its faults. The exit code is 1 if one is found.
+Of a run it shows, on validation text, the size of the residual stream that each block reads, and
+how much the loss rises if the block adds nothing. A block worth nothing is dead.
 """
 
 import contextlib
 import json
+import sys
 import traceback
 from copy import deepcopy
 from dataclasses import asdict
@@ -19,8 +23,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.settings import import_model, make_config, read_settings
+from train import as_tensor, load_bin, val_batches
 
 
 def batch(config):
@@ -282,8 +288,23 @@ def counts(module, model, x, y):
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
 
 
+def surgery(module, model, x, y):
+    """insert_experts and prune_experts return models that run; pruning nothing changes nothing"""
+    homes = [sys.modules.get(kind.__module__) for kind in module.Model.__mro__]
+    home = next((home for home in homes if hasattr(home, 'prune_experts')), None)
+    if not home:
+        return '-', 'the model has no prune_experts'
+    same_model, _ = home.prune_experts(model, batches=[(x, y)], threshold=0.0)
+    assert same(model(x)[0], same_model(x)[0]), 'other logits, though no module was pruned'
+    inserted = home.insert_experts(model)
+    pruned, table = home.prune_experts(inserted, batches=[(x, y)], threshold=1.0)
+    for result in (inserted, pruned):
+        assert result(x, y)[1].isfinite(), 'after a surgery the loss is nan or inf'
+        result(x, y)[1].backward()
+
+
 CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, resume, sparse,
-          counts)
+          counts, surgery)
 
 
 def run_check(check, module, config):
@@ -314,11 +335,53 @@ def find_settings(name):
     return (str(parent), [str(parent)]) if parent.exists() else ('its defaults', [])
 
 
+# ---- A trained run: what is each block worth? ---------------------------------------------------
+
+def residual_blocks(model):
+    """{name: block}: what its lists of modules hold, if it has a matrix; of nested lists, the inner
+    ones. Single maps and adapters are not blocks."""
+    members = {f'{name}.{i}': part for name, parts in model.named_modules()
+               if isinstance(parts, nn.ModuleList) for i, part in enumerate(parts)}
+    blocks = {name: part for name, part in members.items()
+              if any(p.dim() > 1 for p in part.parameters())
+              and not isinstance(part, (nn.Linear, nn.ModuleDict))}
+    is_outer = lambda name: any(other.startswith(f'{name}.') for other in blocks)
+    return {name: part for name, part in blocks.items() if not is_outer(name)}
+
+
+@torch.no_grad()
+def show_blocks(path):
+    """Of a run: the stream that each block reads, and the loss if the block adds nothing."""
+    model, ckpt = load_checkpoint(path)
+    config = model.config
+    tokens = as_tensor(load_bin(data_folder(ckpt), 'val'), 'cpu')
+    batches = list(val_batches(tokens, config.block_size, 8, run_tokenizer(ckpt).pad, 8192))
+    loss = lambda: sum(model(x, y)[1].item() for x, y in batches) / len(batches)
+    blocks = residual_blocks(model)
+    sizes = {}
+    for name, block in blocks.items():
+        block.register_forward_pre_hook(
+            lambda _, args, name=name: sizes.update({name: args[0].float().std().item()}))
+    whole = loss()
+    print(f'{path}: val loss {whole:.4f} on {len(batches)} batches of {data_folder(ckpt)}')
+    print(f"{'block':24}{'reads, std':>12}{'loss without it':>18}")
+    for name, block in blocks.items():
+        before = deepcopy(block.state_dict())
+        for p in block.parameters():
+            p.zero_()                                    # it then adds zeros to the stream
+        rise = loss() - whole
+        block.load_state_dict(before)
+        dead = '  adds almost nothing' if rise < 0.01 else ''
+        print(f'{name:24}{sizes[name]:12.4g}{rise:+18.4f}{dead}')
+
+
 def main():
     parser = Parser(__doc__)
-    parser.add_argument('model', help='the model file: mine, mine.py, arena.mine or arena/mine.py')
+    parser.add_argument('model', help='mine, mine.py, arena.mine or arena/mine.py; or a run')
     parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
+    if Path(args.model).is_dir():
+        return show_blocks(args.model)
     name = '.'.join(Path(args.model.removesuffix('.py')).parts)
     source, settings = (args.config, [args.config]) if args.config else find_settings(name)
     s, module, keys = read_settings([*settings, *extra, f'--model={name}'])

@@ -5,10 +5,11 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep out/gpt2 --html compare.html    # and a page for any browser
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
-It reads only log.jsonl, also while a run trains. A choice (block, expert, module) is unused if it
-got less than 1% of its layer's picks at the last evaluation. Effective choices: exp(entropy of the
-shares), 1 if one gets all. FLOPs, on the page: 6 x active parameters x tokens (bytes: slots),
-without attention.
+It reads only log.jsonl, also while a run trains. Runs that differ in nothing but the seed share a
+column: mean ± standard deviation; name the folder that `train.py --seeds=1,2,3` made, or each run.
+A choice (block, expert, module) is unused if it got less than 1% of its layer's picks at the last
+evaluation. Effective choices: exp(entropy of the shares), 1 if one gets all. FLOPs, on the page:
+6 x active parameters x tokens (bytes: slots), without attention.
 """
 
 import json
@@ -17,6 +18,7 @@ import statistics
 import time
 from pathlib import Path
 
+from arena.leaderboard import spread, verdict
 from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
 from plumbing.text import read_log
 
@@ -33,11 +35,12 @@ NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume',
 
 # ---- Reading a log ------------------------------------------------------------------------------
 
-def find_run(path):
-    """path: the run's folder, or its name in out/."""
+def find_runs(path):
+    """path: a run's folder, or its name in out/, or a folder of runs with several seeds."""
     for folder in (Path(path), Path('out', path)):
-        if Path(folder, 'log.jsonl').is_file():
-            return folder
+        logs = [*folder.glob('log.jsonl')] or sorted(folder.glob('seed_*/log.jsonl'))
+        if logs:
+            return [log.parent for log in logs]
     raise UserError(f'{path} is not a run: there is no log.jsonl in {path} or out/{path}')
 
 
@@ -73,9 +76,8 @@ def place_on_axes(lines):
     return records
 
 
-def read_run(path):
+def read_run(folder):
     """What the table and the curves show of a run."""
-    folder = find_run(path)
     with reading(folder / 'log.jsonl'):
         records = place_on_axes(read_log(folder))
     merge = lambda records: {key: value for record in records for key, value in record.items()}
@@ -85,7 +87,8 @@ def read_run(path):
     evals = [record for record in records if record['kind'] == 'val']
     aux = sorted({key for record in steps for key in record} - USUAL)
     choices = [key for key in last if key[:1] == ('route',)]
-    run = dict(name=str(path), axes={}, routes={}, cells=make_cells(about, last, steps, evals, aux))
+    cells = make_cells(about, last, steps, evals, aux)
+    run = dict(name=str(folder), axes={}, routes={}, cells=cells)
     run['cells']['run']['log lines'] = f'{len(records):,}'
 
     run['axes']['steps'], by_key = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
@@ -127,12 +130,12 @@ def make_cells(about, last, steps, evals, aux):
            'steps': f"{number('iter'):,.0f} of {size('steps')}", unit: human(number('tokens')),
            'words': human(number('words')), 'minutes': f"{number('seconds') / 60:.1f}"}
     speeds = [step['tokens_per_s'] for step in steps]
-    run[f'{unit}/s, median'] = human(statistics.median(speeds or [math.nan]))
+    run[f'{unit}/s, median'] = f'{statistics.median(speeds or [math.nan]):,.0f}'
     val, routes, balance = {}, {}, []
     for name in dict.fromkeys(key[1] for key in last if key[:1] == ('val',)):
         losses = [(record.get(('val', name, 'loss'), math.nan), record['iter']) for record in evals]
         best, at = min(losses, key=lambda pair: (math.isnan(pair[0]), pair))
-        val[f'{name}: best loss'] = f'{best:.4f} at {at:,.0f}'
+        val |= {f'{name}: best loss': f'{best:.4f}', f'{name}: best at step': f'{at:,.0f}'}
         val |= {f"{name}: last {key[2].replace('_', ' ')}": f'{score:.4f}'
                 for key, score in last.items() if key[:2] == ('val', name)}
     for layer in dict.fromkeys(key[1] for key in last if key[:1] == ('route',)):
@@ -150,33 +153,71 @@ def make_cells(about, last, steps, evals, aux):
             DIFFER: {key[1]: value for key, value in about.items() if key[:1] == ('set',)}}
 
 
-def add_differences(runs):
-    """To all runs but the first: their last val losses, less the first run's."""
-    for run in runs[1:]:
-        for name in run['losses'].keys() & runs[0]['losses']:
-            difference = run['losses'][name] - runs[0]['losses'][name]
-            run['cells']['validation'][f'{name}: difference'] = f'{difference:+.4f}'
+def group_seeds(runs):
+    """The columns of the table: a run, or runs that differ in nothing but the seed."""
+    groups = {}
+    for run in runs:
+        settings = dict(run['cells'][DIFFER], seed=None, commit=None)
+        groups.setdefault(str(settings), []).append(run)
+    columns = []
+    for group in groups.values():
+        first = group[0]
+        name = first['name']
+        if len(group) > 1:
+            name = f"{name.partition('/seed_')[0]}, {len(group)} seeds"
+        cells = {section: {label: join([run['cells'][section].get(label, '-') for run in group])
+                           for label in first['cells'][section]} for section in first['cells']}
+        cells[DIFFER]['seed'] = ', '.join(run['cells'][DIFFER].get('seed', '-') for run in group)
+        losses = {name: [run['losses'].get(name, math.nan) for run in group]
+                  for name in first['losses']}
+        for run in group:
+            run['group'] = len(columns)                  # they share a colour
+        columns.append(dict(name=name, cells=cells, losses=losses))
+    return columns
 
 
-def have_seeds(runs):
-    """Whether two of the runs differ in nothing but the seed."""
-    settings = [dict(run['cells'][DIFFER], seed=None) for run in runs]
-    return any(one in settings[:i] for i, one in enumerate(settings))
+def join(texts):
+    """One cell for several runs: the text they share; of numbers, mean ± standard deviation."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    try:
+        numbers = [float(text.replace(',', '')) for text in texts]
+        return spread(numbers, digits=len(texts[0].partition('.')[2]))
+    except ValueError:
+        return ', '.join(texts)
 
 
-def make_table(runs, shown):
-    """Rows of a label and a cell per run that is shown; a heading stands alone. A setting is a row
-    if it differs between any of all runs."""
-    rows = [['', *(run['name'] for run in shown)]]
-    for section in runs[0]['cells']:
-        columns = [run['cells'][section] for run in shown]
-        labels = list(dict.fromkeys(label for column in columns for label in column))
+def add_differences(columns):
+    """To all columns but the first: their last val losses, less the first one's -> a sentence for
+    each: is the difference more than chance?"""
+    sentences = []
+    first, *others = columns
+    for column in others:
+        for name in [name for name in column['losses'] if name in first['losses']]:
+            ours, theirs = column['losses'][name], first['losses'][name]
+            difference = statistics.mean(ours) - statistics.mean(theirs)
+            column['cells']['validation'][f'{name}: difference'] = f'{difference:+.4f}'
+            sentences.append(f"{column['name']} against {first['name']}: {name} {difference:+.4f}, "
+                             f'{verdict(ours, theirs)}')
+    if others and max(len(losses) for c in columns for losses in c['losses'].values() or [[]]) < 2:
+        sentences = ['one run each shows little: on the toy corpora the seed alone moves the val '
+                     'loss by about 0.04. Train both with --seeds=1,2,3']
+    return sentences
+
+
+def make_table(columns, shown):
+    """Rows of a label and a cell per column that is shown; a heading stands alone. A setting is a
+    row if it differs between any of all columns."""
+    rows = [['', *(column['name'] for column in shown)]]
+    for section in columns[0]['cells']:
+        parts = [column['cells'][section] for column in shown]
+        labels = list(dict.fromkeys(label for part in parts for label in part))
         if section == DIFFER:
-            settings = [run['cells'][DIFFER] for run in runs]
+            settings = [column['cells'][DIFFER] for column in columns]
             labels = [label for label in labels if len({s.get(label) for s in settings}) > 1]
         if labels:
             rows.append([section])
-        rows += [[label, *(column.get(label, '-') for column in columns)] for label in labels]
+        rows += [[label, *(part.get(label, '-') for part in parts)] for label in labels]
     return rows
 
 
@@ -186,22 +227,20 @@ def cut(text, most):
     return text if len(text) <= most else f'{text[:most // 2 - 2]}...{text[-most // 2 + 1:]}'
 
 
-def print_table(runs):
-    """Three runs side by side, the next ones below them: 100 columns."""
-    for first in range(0, len(runs), 3):
-        for label, *cells in make_table(runs, runs[first:first + 3]):
+def print_table(columns):
+    """Three side by side, the next ones below them, to fit a terminal."""
+    for first in range(0, len(columns), 3):
+        for label, *cells in make_table(columns, columns[first:first + 3]):
             text = ''.join(f' {cut(cell, 21):>21}' for cell in cells)
             print(f'  {cut(label, 32):32}{text}' if cells else label)
         print()
-    if len(runs) > 1 and not have_seeds(runs):
-        print('one run each: on the toy corpora the seed alone moves the val loss by about 0.04')
 
 
 # ---- The page -----------------------------------------------------------------------------------
 
-def write_page(path, runs, rows, reload):
+def write_page(path, **data):
     """The template with the data in it: nan is null, and no name can end the script."""
-    data = json.dumps(dict(runs=runs, rows=rows, reload=reload))
+    data = json.dumps(data)
     data = json.dumps(json.loads(data, parse_constant=lambda name: None))
     template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
     with new_file(path) as file:                         # a browser never reads half of it
@@ -215,11 +254,14 @@ def main():
     parser.add_argument('--watch', action='store_true', help='again every 10 seconds, until Ctrl-C')
     args = parser.parse_args()
     while True:
-        runs = [read_run(path) for path in args.runs]
-        add_differences(runs)
-        print_table(runs)
+        runs = [read_run(folder) for path in args.runs for folder in find_runs(path)]
+        columns = group_seeds(runs)
+        sentences = add_differences(columns)
+        print_table(columns)
+        print('\n'.join(sentences))
         if args.html:
-            write_page(args.html, runs, make_table(runs, runs), args.watch)
+            write_page(args.html, runs=runs, rows=make_table(columns, columns),
+                       sentences=sentences, reload=args.watch)
             print(f'{args.html}: open it in a browser')
         if not args.watch:
             break
