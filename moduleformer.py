@@ -169,14 +169,13 @@ class AttentionModules(nn.Module):
     def __init__(self, config, layer, router):           # router: a class, Router or your own
         super().__init__()
         self.config = c = config
-        self.layer = layer
         n = c.per_layer(c.n_att)[layer]
         self.router = router(c.n_embd, n + c.new_att, c, c.new_att)
         self.q = Stack(n, c.new_att, c.n_embd, c.d_att)
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
         self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=False)
 
-    def forward(self, x, cache):
+    def forward(self, x, past):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
         # R = N*K rows, each a token and one of its modules. rows.linear(a, w) is a @ w[module]
@@ -185,23 +184,20 @@ class AttentionModules(nn.Module):
         q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # rows in the order of the tokens
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
-        k, v = self.keys_and_values(x.to(q.dtype), cache)       # (B, H, S, d)
+        k, v = self.keys_and_values(x.to(q.dtype), past)        # (B, H, S, d)
         y = break_stick(q, k, v, self.config.query_block)       # stick_weights(q, k, S-T)[1] @ v
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
         y_RD = rows.linear(rows.sort(y_NKF), self.o())          # back to rows; Eq. 5
         y_ND = rows.combine(y_RD)                               # sum over k of gate * row
-        return y_ND.view_as(x), losses
+        return y_ND.view_as(x), (k, v), losses
 
-    def keys_and_values(self, x, cache):
-        """(B, H, S, d) each. A cache, a list of each layer's (k, v), is read and extended."""
+    def keys_and_values(self, x, past):
+        """(B, H, S, d) each: of the past, if there is one, a (k, v), and of x."""
         maps = [x] if self.kv is None else self.kv(x).chunk(2, -1)      # [x]: keys are values
         heads = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in maps]
-        if cache and self.layer < len(cache):
-            heads = [torch.cat((past, y), 2) for past, y in zip(cache[self.layer], heads)]
-        k, v = heads[0], heads[-1]
-        if cache is not None:
-            cache[self.layer:self.layer + 1] = [(k, v)]         # replaces the old one, or extends
-        return k, v
+        if past:
+            heads = [torch.cat((old, y), 2) for old, y in zip(past, heads)]
+        return heads[0], heads[-1]
 
 
 class FFNModules(nn.Module):
@@ -236,11 +232,12 @@ class Block(nn.Module):
         self.ffd = FFNModules(config, layer, router)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cache):
-        y, att_losses = self.att(self.ln_1(x), cache)
+    def forward(self, x, past):
+        y, keys, att_losses = self.att(self.ln_1(x), past)
         x = x + self.dropout(y)
         y, ffd_losses = self.ffd(self.ln_2(x))
-        return x + self.dropout(y), [*att_losses.items(), *ffd_losses.items()]  # names repeat
+        losses = [*att_losses.items(), *ffd_losses.items()]      # names repeat
+        return x + self.dropout(y), keys, losses
 
 
 class ModuleFormer(nn.Module):
@@ -275,8 +272,10 @@ class ModuleFormer(nn.Module):
         """(B, T) token ids, any T -> final-norm states (B, T, D), losses summed over routers."""
         x = self.dropout(self.wte(idx))                  # (B, T, D)
         aux = {}
-        for block in self.blocks:
-            x, losses = block(x, cache)
+        for i, block in enumerate(self.blocks):
+            x, keys, losses = block(x, cache[i] if cache and i < len(cache) else None)
+            if cache is not None:                        # a list of each layer's keys and values
+                cache[i:i + 1] = [keys]                  # replaces the old ones, or extends
             for name, loss in losses:
                 aux[name] = aux.get(name, 0) + loss
         return self.ln_f(x), aux
@@ -564,7 +563,7 @@ class GroupedProduct(torch.autograd.Function):
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw.unflatten(0, (-1, parts)).sum(1), None
+        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
 
 
 Config, Model = ModuleFormerConfig, ModuleFormer         # what train.py looks for

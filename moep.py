@@ -474,7 +474,7 @@ class GroupedProduct(torch.autograd.Function):
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw.unflatten(0, (-1, parts)).sum(1), None
+        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
 
 
 Config, Model = MoEPConfig, MoEP                         # what train.py looks for

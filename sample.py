@@ -10,6 +10,7 @@ import torch
 
 from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
+from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 
 
@@ -79,7 +80,8 @@ def encode_prompt(prompt, tokenizer):
 @torch.no_grad()
 def main():
     args = read_arguments()
-    device = Machine(args.device).device
+    machine = Machine(args.device)
+    device = machine.device
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = run_tokenizer(ckpt)
     prompt = torch.tensor([encode_prompt(args.prompt, tokenizer)], device=device)
@@ -94,10 +96,11 @@ def main():
         raise UserError('this model has no routers: there is nothing to choose')
 
     torch.manual_seed(args.seed)
+    writer = fast_writer(model, machine)
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        idx = model.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
+        idx = writer.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

@@ -429,16 +429,18 @@ def train_step(model, optimizer, data, s, machine, starts, memory=None):
 
 def fast_step(model, optimizer, data, s, machine, steps):
     """train_step as a function of starts (and memory), as fast as settings and machine allow:
-    compiled, as a CUDA graph, in several processes. It takes this many steps."""
-    is_sharded = s.shard and machine.world > 1
-    eager = is_sharded or s.checkpoint_activations       # their hooks cannot be compiled
+    compiled, as a CUDA graph, in several processes. steps: of the run, also of a resumed one, so
+    that it is computed as before."""
+    is_sharded = s.shard and machine.world > 1           # its hooks cannot be compiled
+    recomputed = s.checkpoint_activations
     by_default = machine.cuda and steps >= 200           # compiling takes half a minute
-    if not eager and (by_default if s.compile is None else s.compile):
-        model = compile_model(model, as_one_graph=steps >= 50_000)   # pays only in a long run
+    if not is_sharded and (by_default if s.compile is None else s.compile):
+        as_one_graph = steps >= 50_000 and not recomputed        # pays only in a long run
+        model = compile_model(model, as_one_graph, recomputed)
     if machine.world > 1 and not is_sharded:             # copies that add up their gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, data, s, machine)
-    if s.memory or eager:               # a graph needs tensors that stay: memory is new each step
+    if s.memory or recomputed or is_sharded:    # a graph needs tensors that stay: memory is new
         return step
     return CUDAGraphStep(step, machine, wanted=s.graph)
 
@@ -500,7 +502,7 @@ def dropout_rate(it, s, steps, p):
 
 def main():
     s, module, keys = read_settings(sys.argv[1:], __doc__)
-    machine = Machine(s.device, s.dtype)
+    machine = Machine(s.device, s.dtype, s.deterministic)
     for seed in s.seeds:
         out = f'{s.out_dir}/seed_{seed}'
         machine.say(f'\nseed      {seed}')
@@ -559,7 +561,7 @@ def run(s, module, keys, machine):
         if not (hasattr(model, 'set_dropout') and model.config.dropout):
             raise UserError('dropout_schedule needs a model with set_dropout, and dropout above 0')
         model.set_dropout(0.0)          # a tensor from now on: the loop sets it without recompiling
-    step = fast_step(model, optimizer, data, s, machine, last_step - it)
+    step = fast_step(model, optimizer, data, s, machine, last_step)
 
     # the run's folder
     log = open_log(out, ckpt, s) if machine.rank == 0 else open(os.devnull, 'w')

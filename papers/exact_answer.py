@@ -26,6 +26,8 @@ from tqdm import tqdm
 from papers.common import open_run, run_parser
 from plumbing.checkpoint import data_folder
 from plumbing.cli import UserError, between, run_main, write_json
+from plumbing.decode import fast_writer
+from plumbing.machine import Machine
 from plumbing.text import read_rows
 from plumbing.tokenizer import load_tokenizer
 from train import load_bin
@@ -161,7 +163,7 @@ def main():
                         help='only this many problems, the first ones; all if not given')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
                         help='longest solution; for models of chunks, in symbols')
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=128,
+    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=64,
                         help='problems at a time')
     parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
                         help='print the first N problems and the first 500 characters written')
@@ -169,7 +171,8 @@ def main():
     model, ckpt, tokenizer, machine = open_run(args)
     data = args.data or data_folder(ckpt)
     problems = read_problems(data)[:args.num]
-    result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size,
+    writer = fast_writer(model, Machine(args.device, 'float32'), args.batch_size)
+    result = exact_answer(writer, tokenizer, problems, args.max_new_tokens, args.batch_size,
                           machine.device)
     for example in result['examples'][:args.show]:
         verdict = 'right' if example['right'] else 'wrong'

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from plumbing.cli import UserError
-from plumbing.shard import blocks
+from plumbing.shard import blocks, recompute
 
 
 class Machine:
     """The device and precision of this process, and its place among the processes of the run."""
 
-    def __init__(self, device='auto', dtype='auto'):
+    def __init__(self, device='auto', dtype='auto', deterministic=False):
         if torch.__version__ < (2, 10):
             raise UserError(f'torch>=2.10 is needed; this is {torch.__version__}')
         self.rank = int(os.environ.get('RANK', 0))
@@ -33,6 +33,10 @@ class Machine:
             has_it = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
             dtype = 'bfloat16' if has_it else 'float32'
         self.dtype = getattr(torch, dtype)
+        if deterministic:
+            os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'    # read when a GPU is first used
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # that costs time only
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream())   # the default one cannot record graphs
@@ -115,17 +119,19 @@ class CUDAGraphStep:
     """A training step fn(*tensors) as one CUDA graph. A small model spends most of a step waiting
     for the host to launch some thousand kernels one by one; a graph launches them all at once.
 
-    The fourth call with the same shapes records the kernels, later calls replay them. Python runs
+    After some plain calls with the same shapes, the next one records the kernels, and later ones
+    replay them. Python runs
     only before and while recording, so what changes between calls must live in tensors that stay:
     inputs, weights, the optimiser's state and learning rate. The results are the same tensors every
     time: read them before the next call. Where a graph is not possible, this is just fn."""
 
-    def __init__(self, fn, machine, wanted=True):
+    def __init__(self, fn, machine, wanted=True, plain_calls=3):
         self.fn = fn
         self.device = machine.device
         self.calls = {}                                  # {shapes: plain calls so far}
         self.graphs = {}                                 # {shapes: what was recorded}
-        self.plain_calls = 3 if wanted and machine.cuda and machine.world == 1 else math.inf
+        is_possible = machine.cuda and machine.world == 1
+        self.plain_calls = plain_calls if wanted and is_possible else math.inf
         self.pool = None                        # the graphs of all shapes share their memory
 
     def __call__(self, *inputs):
@@ -172,10 +178,11 @@ CACHEABLE = {'torch.amp.autocast_mode._enter_autocast': '1',
              'torch.amp.autocast_mode._exit_autocast': '1'}
 
 
-def compile_model(model, as_one_graph=False):
+def compile_model(model, as_one_graph=False, recomputed=False):
     """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
     As a whole it compiles for longer, and a step is up to 5% faster (docs/speed.md).
+    recomputed: backward runs the compiled layers again.
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
     warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
     from torch._functorch import config as functorch     # torch imports it late
@@ -184,6 +191,8 @@ def compile_model(model, as_one_graph=False):
     options['unsafe_marked_cacheable_functions'] = CACHEABLE
     if model.config.vocab_size % 8 == 0:             # padded products are timed first: a slow start
         options['shape_padding'] = False             # (with 50,257 tokens they bring GPT-2 80%)
+    if torch.are_deterministic_algorithms_enabled():
+        options['deterministic'] = True              # choose no kernel by a race
     if 'inductor_choices_class' in torch._inductor.list_options():
         options['inductor_choices_class'] = full_rows
     compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
@@ -197,7 +206,8 @@ def compile_model(model, as_one_graph=False):
     for layer in layers:
         kind = type(layer)
         if kind not in forwards:
-            forwards[kind] = untraced(compiled(kind.forward))
+            forward = compiled(kind.forward)
+            forwards[kind] = untraced(recompute(forward) if recomputed else forward)
         layer.forward = types.MethodType(forwards[kind], layer)
     return compiled(twin.train())
 

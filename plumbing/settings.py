@@ -78,6 +78,7 @@ class Settings:
     dtype: str = 'auto'                    # auto (bfloat16 if a GPU has it), bfloat16 or float32
     compile: bool | None = None            # torch.compile; default: on cuda, for 200 steps or more
     graph: bool = True                     # capture the step as a CUDA graph if possible
+    deterministic: bool = False            # on a GPU: the same bits every time, somewhat slower
     checkpoint_activations: bool = False   # recompute blocks in backward: less memory, slower
     shard: bool = False                    # several processes each hold a part of the model (FSDP2)
 
@@ -182,8 +183,8 @@ def check(s):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:
         raise UserError('resume and overwrite exclude each other: set one to False')
-    if s.compile and (s.shard or s.checkpoint_activations):
-        raise UserError('shard and checkpoint_activations do not go with compile: remove it')
+    if s.compile and s.shard:
+        raise UserError('shard does not go with compile: remove it')
     if s.shard and s.optimizer == 'muon':
         raise UserError('muon needs full matrices: train with optimizer=adamw, or without shard')
     if s.surgery and not s.init_from:

@@ -8,6 +8,7 @@ import sympy
 import torch
 
 from plumbing.machine import compile_model, full_rows
+from plumbing.shard import recompute_blocks
 from test_contract import build
 
 MODELS = ['gpt2', 'moep', 'gumbel2', 'moduleformer', 'selfmoe', 'stlm_all', 'stlm_depth',
@@ -30,13 +31,17 @@ def graphs(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', MODELS)
-def test_the_twin_is_the_model(name, graphs):
+@pytest.mark.parametrize('name, recomputed', [
+    *((name, False) for name in MODELS), ('moep', True), ('moduleformer', True),
+    ('stlm_all', True)])
+def test_the_twin_is_the_model(name, recomputed, graphs):
     """It shares every weight and computes what the model does. The model stays uncompiled."""
     torch.manual_seed(0)
     model = build(name).eval()                            # as an evaluation leaves it for a moment
     model.note = next(model.parameters()).sum()          # a router may keep a tensor with its graph
-    twin = compile_model(model)
+    if recomputed:
+        recompute_blocks(model)
+    twin = compile_model(model, recomputed=recomputed)
     assert all(part.training for part in twin.modules())
     model.train()
     for kind in ('parameters', 'buffers'):

@@ -4,7 +4,7 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/moep.py config/gpt2.py                    # toy sizes, on a laptop
     python -m tools.bench config/paper/gpt2.py config/paper/moep.py --batch_size 16 64 --dense
     python -m tools.bench config/paper/moep.py --sweep n_block=2,4,8,16    # cost against size
-    python -m tools.bench config/moduleformer.py --generate 512            # decoding, cached or not
+    python -m tools.bench config/moduleformer.py --generate 512            # text: tokens per second
     python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
@@ -28,6 +28,7 @@ import torch
 
 from moep import MoEPConfig
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
+from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
@@ -190,21 +191,13 @@ def training(model, s, T, machine):
 
 @torch.no_grad()
 def generation(model, rows, n, machine):
-    """n greedy tokens, with the cache and without. Stacked experts are cast once, for good:
-    autocast would cast all of them again for every token, chosen or not."""
-    for p in model.parameters():
-        if p.dim() == 3:
-            p.data = p.data.to(machine.dtype)
+    """n greedy tokens, as sample.py writes them (plumbing/decode.py) and by model.generate."""
     start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
-
-    def uncached():
-        ids = start
-        for _ in range(n):
-            ids = torch.cat((ids, model(ids)[0][:, -1:].argmax(-1)), 1)
+    writer = fast_writer(model, machine, rows)
     with machine.autocast():
-        fast = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
-        slow = seconds(uncached, machine, repeat=3)
-    return dict(tokens_per_s=rows * n / fast, no_cache=rows * n / slow, ms=1e3 * fast / n)
+        fast = seconds(lambda: writer.generate(start, n, temperature=0), machine, repeat=3)
+        plain = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
+    return dict(tokens_per_s=rows * n / fast, plain=rows * n / plain, ms=1e3 * fast / n)
 
 
 def measure(row, args, machine, rate):
@@ -248,9 +241,9 @@ def first_step(row, args):
 def show(row):
     rate = row['tokens_per_s']
     gib = '-' if row['gib'] is None else f"{row['gib']:.2f}"
-    uncached = f"{row['no_cache']:10,.0f}{rate / row['no_cache']:7.1f}" if 'no_cache' in row else ''
+    plain = f"{row['plain']:10,.0f}{rate / row['plain']:7.1f}" if 'plain' in row else ''
     print(f"{row['name']:30}{row['rows']:6} x {row['T']:<4}{human(row['total']):>11}"
-          f"{human(row['active']):>10}{rate:11,.0f}{uncached}{row['ms']:10.2f}{gib:>8}"
+          f"{human(row['active']):>10}{rate:11,.0f}{plain}{row['ms']:10.2f}{gib:>8}"
           f"{row['flops_per_token'] * rate / 1e12:10.4g}{100 * row['share']:6.1f}%", flush=True)
 
 
@@ -275,13 +268,13 @@ def main():
     planned = list(plan_rows(args, extra))
     machine = Machine(planned[0].s.device, planned[0].s.dtype)
     rate = machine.matrix_rate()
-    uncached = '  no cache  ratio' if args.generate else ''
+    plain = '  generate  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'
           f'; a vocabulary of {args.vocab_size:,} where a config names none')
     if machine.cuda and len(planned) > 1 and not args.generate:
         compile_rows(planned, args)
-    print(f"{'model':30}   batch x T  parameters    active   tokens/s{uncached}"
+    print(f"{'model':30}   batch x T  parameters    active   tokens/s{plain}"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
     for row in planned:
