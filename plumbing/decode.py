@@ -4,7 +4,7 @@ Text on a GPU at the speed of the GPU: model.generate, without waiting for the h
 A small model computes a token in microseconds; launching its hundreds of kernels one by one takes
 milliseconds. So the pass that predicts the next token is recorded as a CUDA graph, and replayed. A
 graph needs tensors that stay, but a cache of keys and values grows with every token. So there is no
-such cache: the graph reads all tokens again, padded to a multiple of 64. Later tokens never change
+such cache: the graph reads all tokens again, padded to a round length. Later tokens never change
 earlier logits, so the padding does no harm.
 """
 
@@ -30,6 +30,7 @@ def fast_writer(model, machine, rows=1):
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared).eval()
     limit = context_limit(twin)
+    unit = 256 if rows <= 8 else 64      # lengths are multiples: few graphs, or little to compute
     last_norm = getattr(twin, 'ln_f', None) or getattr(twin, 'norm_f', None)
     place = None                                         # of the last token, while predict runs
     if last_norm:                                        # then the head multiplies one token a row
@@ -58,7 +59,7 @@ def fast_writer(model, machine, rows=1):
         ids = torch.cat((cache[0][0][:, 0], new), 1) if cache else new
         cache[:] = [(ids[:, None],)]
         T = ids.size(1)
-        length = -(-T // 64) * 64
+        length = -(-T // unit) * unit
         padding = (min(length, limit) if limit else length) - T
         last = torch.full((1,), T - 1, device=ids.device)
         return replay(F.pad(ids, (0, padding)), last), None, {}
@@ -119,9 +120,10 @@ def shorten(fn, *inputs):
     def replay(*inputs):
         values = dict(zip(starts, inputs))
         fill = lambda tree: tree_map(lambda x: values[x] if is_slot(x) else x, tree)
-        for operator, args, kwargs, result in kept:
-            results = operator(*fill(args), **fill(kwargs))
-            values.update(zip(tree_leaves(result), tree_leaves(results)))
+        with torch.autocast(expected.device.type, enabled=False):        # casts are recorded
+            for operator, args, kwargs, result in kept:
+                results = operator(*fill(args), **fill(kwargs))
+                values.update(zip(tree_leaves(result), tree_leaves(results)))
         return values[end]
 
     others = [inputs[0].flip(-1), *inputs[1:]]
