@@ -5,6 +5,7 @@ Where do tokens go, and does a choice mean something? One page to look at in a b
     python -m tools.explore out/moep out/mine               # out/moep/explore_moep_mine.html
     python -m tools.explore out/moep --prompt "The dogs near the tree are happy."
     python -m tools.explore out/moep --text notes.txt --tokens 20000 --out routes.html
+    python -m tools.explore out/moep --live                 # out/moep/live.html: the model itself
 
 The page needs no network. It shows a text as tokens, coloured by their choice in a layer; the gates
 and the loss of each; the tokens that a choice serves most; and what the class of a token says about
@@ -22,6 +23,7 @@ from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, new_file, reading, run_main
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
+from tools.live import write_live
 from train import as_tensor, load_bin, val_batches
 
 CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
@@ -222,6 +224,8 @@ def read_arguments():
     text.add_argument('--prompt', help='a text to show')
     parser.add_argument('--tokens', type=between(300, 10 ** 5), default=2000,
                         help='to read at most')
+    parser.add_argument('--live', action='store_true',
+                        help='a page that runs the model: type, and knock blocks out')
     parser.add_argument('--out', help="the page; if not given, in the first run's folder")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
@@ -229,6 +233,9 @@ def read_arguments():
 
 def main():
     args = read_arguments()
+    if args.live:
+        write_live(*args.runs, args.prompt, args.out)
+        return
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]
     for run in runs:

@@ -1,0 +1,67 @@
+"""
+A page that runs a small model by itself, in a browser: type, and see which way each token takes.
+`python -m tools.explore out/moep --live` writes it. live_model.js is the model, live_page.js what
+the page does with it.
+"""
+
+import base64
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.cli import UserError, human, new_file
+from plumbing.settings import import_model
+
+HERE = Path(__file__).parent
+MODELS = ('moep', 'moduleformer')                # those that live_model.js can run
+
+
+def pack_weights(model):
+    """-> (name, shape) of all weights; their values in float16, one after the other, as base64.
+    Stacks of (E, in, out) become (E, out, in): then every map is as nn.Linear has it."""
+    weights = {name: p.transpose(1, 2) if p.dim() == 3 else p
+               for name, p in model.state_dict().items()}
+    values = b''.join(p.half().contiguous().numpy().tobytes() for p in weights.values())
+    return [(name, list(p.shape)) for name, p in weights.items()], base64.b64encode(values).decode()
+
+
+def describe(path, prompt):
+    """All that the page knows of a run, as plain values."""
+    model, ckpt = load_checkpoint(path)
+    tokenizer = run_tokenizer(ckpt)
+    name = ckpt['model']
+    if name not in MODELS or ckpt['adapted']:
+        adapted = ' with adapters' if ckpt['adapted'] else ''
+        raise UserError(f'--live knows {" and ".join(MODELS)}, not {name}{adapted}')
+    if tokenizer.kind not in ('bpe', 'gpt2', 'bytes'):
+        raise UserError(f'--live knows byte-level BPE and bytes, not a tokenizer of {tokenizer.kind}')
+    if name == 'moduleformer':
+        model = import_model(name).absorb_inserted(model)    # inserted modules, among the others
+    elif not model.config.n_parallel:
+        raise UserError(f'{path} has no routers: there is nothing to choose')
+    shapes, weights = pack_weights(model)
+    total, active = model.count_params()
+    tokens = [token.decode('latin-1') for token in tokenizer.token_bytes[:tokenizer.eot]]
+    return dict(
+        name=str(path), folder=ckpt['folder'], model=name, config=asdict(model.config),
+        data=str(ckpt['settings']['data']), parameters=total, active=active, prompt=prompt,
+        tokens=tokens, shapes=shapes, weights=weights)
+
+
+def fill(data):
+    """The page with this data in it. JSON needs no '<', so nothing in it can end its script."""
+    page = (HERE / 'live.html').read_text(encoding='utf-8')
+    for name in ('live_model.js', 'live_page.js'):
+        page = page.replace(f'@{name}@', (HERE / name).read_text(encoding='utf-8'))
+    blob = json.dumps(data, ensure_ascii=False).replace('<', '\\u003c')
+    return page.replace('@DATA@', blob)
+
+
+def write_live(path, prompt, out):
+    data = describe(path, prompt or 'The dogs near the tree are')
+    out = out or Path(data.pop('folder'), 'live.html')
+    page = fill(data)
+    with new_file(out) as file:
+        file.write(page)
+    print(f'{out}: {human(len(page.encode()))} bytes; open it in a browser')
