@@ -4,9 +4,10 @@
 // one per output, as in nn.Linear. A stack of blocks is a list of matrices: qkv[p] is that of
 // block p. Weights hang in a tree by their names: 'parallel.0.qkv' is weights.parallel[0].qkv.
 //
-// `run` is one pass through the model: its config, the gates that it finds, and `hands`, what the
-// reader of the page changes: { out: {layer: [choices]}, force: {layer: {token: choice}}, top_k,
-// temperature }.
+// `run` is one pass through the model: its config; `past`, the number of tokens that an earlier pass
+// has read; join(name, rows), which puts what that pass found for them before the rows of the new
+// ones; and `hands`, what the reader of the page changes: { out: {layer: [choices]}, force: {layer:
+// {token: choice}}, top_k, temperature }.
 'use strict';
 
 // ---- The idea: each token chooses K of P blocks -------------------------------------------------
@@ -16,7 +17,7 @@
 function route(run, layer, score_NE, renormalise) {
   const { out, force, top_k, temperature } = run.hands;
   const gate_NE = score_NE.map((score_E, token) => {
-    const forced = force[layer]?.[token];
+    const forced = force[layer]?.[run.past + token];
     const isOpen = e => forced === undefined ? !out[layer]?.includes(e) : e === forced;
     const prob_E = softmax(score_E.map((s, e) => isOpen(e) ? s / temperature : -Infinity));
     const order_E = [...prob_E.keys()].sort((a, b) => prob_E[b] - prob_E[a]);    // stable
@@ -26,7 +27,10 @@ function route(run, layer, score_NE, renormalise) {
     for (const e of choice_K) gate_E[e] = prob_E[e] / total;
     return gate_E;
   });
-  run.routes[layer] = { score_NE, gate_NE };
+  run.routes[layer] = {
+    score_NE: run.join(`${layer}.score`, score_NE),
+    gate_NE: run.join(`${layer}.gate`, gate_NE),
+  };
   return gate_NE;
 }
 
@@ -42,7 +46,7 @@ function parallelLayer(x, w, run, layer) {
   for (let p = 0; p < n_block; p++) {
     // Attention runs for all tokens, as later ones may choose this block.
     const n = layer_norm(x, w.ln_1_gain[p], w.ln_1_bias[p]);
-    const y = attend(linear(n, w.qkv[p], w.qkv_bias[p]), n_head_parallel);
+    const y = attend(linear(n, w.qkv[p], w.qkv_bias[p]), n_head_parallel, run, `${layer}.${p}`);
     // The rest runs for the tokens that chose it: R rows.
     const tokens = tokensOf(gate_NP, p);
     const att_RD = linear(tokens.map(t => y[t]), w.proj[p], w.proj_bias[p]);
@@ -80,15 +84,18 @@ function moe(x, w, run, layer) {
 // ---- GPT-2's own parts --------------------------------------------------------------------------
 
 // Causal attention. qkv: rows of queries, keys and values of H heads.
-function attend(qkv, H) {
+function attend(qkv, H, run, name) {
+  const seen = run.join(name, qkv);
   const D = qkv[0].length / 3;
   const d = D / H;
-  return qkv.map((query, t) => {
+  return qkv.map((query, i) => {
     const y = new Float32Array(D);
     for (let first = 0; first < D; first += d) {
-      const score = new Float32Array(t + 1);
-      for (let s = 0; s <= t; s++) score[s] = dot(query, first, qkv[s], D + first, d) / Math.sqrt(d);
-      softmax(score).forEach((p, s) => addPart(y, first, p, qkv[s], 2 * D + first, d));
+      const score = new Float32Array(run.past + i + 1);
+      for (let s = 0; s < score.length; s++) {
+        score[s] = dot(query, first, seen[s], D + first, d) / Math.sqrt(d);
+      }
+      softmax(score).forEach((p, s) => addPart(y, first, p, seen[s], 2 * D + first, d));
     }
     return y;
   });
@@ -103,9 +110,9 @@ function activate(h, swiglu) {
   });
 }
 
-function block(x, w, run) {
+function block(x, w, run, layer) {
   const { n_head, swiglu } = run.config;
-  const y = attend(linear(norm(x, w.ln_1), w.qkv.weight, w.qkv.bias), n_head);
+  const y = attend(linear(norm(x, w.ln_1), w.qkv.weight, w.qkv.bias), n_head, run, layer);
   x = add(x, linear(y, w.proj.weight, w.proj.bias));
   const h = activate(linear(norm(x, w.ln_2), w.fc.weight, w.fc.bias), swiglu);
   return add(x, linear(h, w.down.weight, w.down.bias));
@@ -114,14 +121,12 @@ function block(x, w, run) {
 // ---- The model ----------------------------------------------------------------------------------
 
 function moep(idx, w, run) {
-  let x = add(idx.map(id => w.wte.weight[id]), w.wpe.weight);
-  for (const layer of Object.values(w.first)) x = block(x, layer, run);
+  let x = add(idx.map(id => w.wte.weight[id]), w.wpe.weight.slice(run.past));
+  for (const i in w.first) x = block(x, w.first[i], run, `first.${i}`);
   x = moe(x, w.shrink, run, 'shrink');
-  Object.values(w.parallel).forEach((layer, i) => {
-    x = parallelLayer(x, layer, run, `parallel.${i}`);
-  });
+  for (const i in w.parallel) x = parallelLayer(x, w.parallel[i], run, `parallel.${i}`);
   x = moe(x, w.grow, run, 'grow');
-  for (const layer of Object.values(w.last)) x = block(x, layer, run);
+  for (const i in w.last) x = block(x, w.last[i], run, `last.${i}`);
   return linear(norm(x, w.ln_f), w.wte.weight);
 }
 
@@ -129,14 +134,14 @@ function moep(idx, w, run) {
 
 // A query walks back in time with a stick of length 1; each key breaks off sigmoid(z) of what is
 // left. q: R rows; kv: a row of keys and values for each token.
-function breakStick(q, tokens, kv, H) {
+function breakStick(q, tokens, kv, H, past) {
   const D = q.length ? q[0].length : 0;
   const d = D / H;
   return q.map((query, r) => {
     const y = new Float32Array(D);
     for (let first = 0; first < D; first += d) {
       let left = 1;
-      for (let s = tokens[r]; s >= 0; s--) {
+      for (let s = past + tokens[r]; s >= 0; s--) {
         const z = dot(query, first, kv[s], first, d) / Math.sqrt(d);
         const p = left / (1 + Math.exp(-z));
         addPart(y, first, p, kv[s], kv[s].length - D + first, d);
@@ -161,19 +166,21 @@ function pool(x, w, run, layer, module) {
 function moduleformer(idx, w, run) {
   const gelu = z => z / 2 * (1 + erf(z / Math.SQRT2));
   let x = idx.map(id => w.wte.weight[id]);
-  Object.values(w.blocks).forEach(({ ln_1, ln_2, att, ffd }, i) => {
+  for (const i in w.blocks) {
+    const { ln_1, ln_2, att, ffd } = w.blocks[i];
     let n = norm(x, ln_1);
-    const kv = att.kv ? linear(n, att.kv.weight) : n;        // identity_kv: keys are values
+    const kv = run.join(`kv.${i}`, att.kv ? linear(n, att.kv.weight) : n);   // identity_kv: both
     x = add(x, pool(n, att, run, `blocks.${i}.att`, (x_RD, tokens, e) => {
       const q = linear(x_RD, att.q.weight[e]);
-      return linear(breakStick(q, tokens, kv, run.config.n_head), att.o.weight[e]);
+      const y = breakStick(q, tokens, kv, run.config.n_head, run.past);
+      return linear(y, att.o.weight[e]);
     }));
     n = norm(x, ln_2);
     x = add(x, pool(n, ffd, run, `blocks.${i}.ffd`, (x_RD, tokens, e) => {
       const h_RF = linear(x_RD, ffd.fc.weight[e]).map(row => each(row, gelu));
       return linear(h_RF, ffd.down.weight[e]);
     }));
-  });
+  }
   return linear(norm(x, w.ln_f), w.head.weight);
 }
 
@@ -301,11 +308,19 @@ const COST = {
 const MODELS = { moep, moduleformer };
 const POWERS = Array.from({ length: 32 }, (_, exponent) => 2 ** (exponent - 25));
 
-// ids, at most block_size -> logits (a row per token), routes {layer: {score_NE, gate_NE}}
-function forward(live, idx, hands) {
-  const run = { config: live.config, hands, routes: {} };
-  const logits = MODELS[live.model](idx, live.weights, run);
-  return { logits, routes: run.routes };
+// The model's answer to token ids, at most block_size: logits; routes {layer: {score_NE, gate_NE}};
+// nats, the loss of each token but the first. `known` is an earlier answer with the same hands: what
+// it says about tokens that both begin with is not computed again.
+function forward(live, idx, hands, known) {
+  let past = 0;
+  while (known && past < idx.length - 1 && idx[past] === known.idx[past]) past++;
+  const rows = {};
+  const join = (name, fresh) => rows[name] = [...(known?.rows[name] ?? []).slice(0, past), ...fresh];
+  const run = { config: live.config, hands, past, join, routes: {} };
+  const logits = join('logits', MODELS[live.model](idx.slice(past), live.weights, run));
+  const loss = (id, i) => past + i ? -Math.log(softmax(logits[past + i - 1])[id]) : 0;
+  const nats = join('nats', idx.slice(past).map(loss));
+  return { idx, rows, logits, routes: run.routes, nats };
 }
 
 // float16 numbers in base64, one tensor after the other -> the tree of weights.

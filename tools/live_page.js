@@ -11,10 +11,10 @@ const UNTOUCHED = { out: {}, force: {}, top_k: config.top_k, temperature: 1 };
 const EXAMPLES = ['The dogs near the tree', 'Once upon a time', 'The girl who helped the uncle helps',
   'One rainy day Leo goes to the park. Tom looked'];
 const KINDS = {                     // of a layer, by the end of its name: a choice, what it does
-  shrink: ['expert', 'linear maps to half the width'],
-  grow: ['expert', 'linear maps back to the full width'],
+  shrink: ['expert', 'halves the width'],
+  grow: ['expert', 'doubles it again'],
   att: ['module', 'attention'],
-  ffd: ['module', 'feed-forward networks'],
+  ffd: ['module', 'feed-forward'],
 };
 
 let hands = structuredClone(UNTOUCHED);
@@ -42,9 +42,9 @@ function button(parent, id, text, act) {
 }
 
 const percent = part => (100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0) + '%';
-const signed = value => (value < 0 ? '−' : '+') + Math.abs(value).toFixed(2);
+const signed = (value, digits) => (value < 0 ? '−' : '+') + Math.abs(value).toFixed(digits);
 const number = value => Math.round(value).toLocaleString('en');
-const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformer blocks'];
+const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
 const layers = () => Object.keys(now.routes);
 
 // A sign in place of each letter that would not show.
@@ -70,29 +70,32 @@ function colour(element, e) {
 
 // ---- Reading ------------------------------------------------------------------------------------
 
-const memory = new Map();
+const memory = new Map();           // the last answers, by text box and changes
 
-// The model's answer, and the loss of each token in nats (the first has none).
-function read(idx, hands) {
-  const key = JSON.stringify([idx, hands]);
-  if (!memory.has(key)) {
-    if (memory.size > 20) memory.clear();
-    const answer = forward(live, idx, hands);
-    answer.nats = idx.map((id, t) => t ? -Math.log(softmax(answer.logits[t - 1])[id]) : null);
-    memory.set(key, answer);
-  }
-  return memory.get(key);
+function read(box, idx, hands) {
+  const key = box + JSON.stringify(hands);
+  const known = memory.get(key);
+  if (known && known.idx.join() === idx.join()) return known;
+  if (memory.size > 30) memory.clear();
+  const answer = forward(live, idx, hands, known);
+  memory.set(key, answer);
+  return answer;
 }
 
-const window_ = ids => ids.slice(-config.block_size);
-const sum = nats => nats.slice(1).reduce((a, b) => a + b, 0);
+// The ids of a text that the model reads. As in generate, a full context goes on from its newer half.
+function readable(ids) {
+  const half = config.block_size / 2;
+  return ids.slice(half * Math.max(0, Math.ceil(ids.length / half) - 2));
+}
+
+const sum = row => row.reduce((a, b) => a + b, 0);
 const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
 
 // The text has changed. A token stays forced if nothing before it has changed.
 function readText(newIds = [EOT, ...encode($('text').value, rank)]) {
   const old = idx;
   ids = newIds;
-  idx = window_(ids);
+  idx = readable(ids);
   const same = idx.findIndex((id, t) => id !== old[t]);
   const kept = same < 0 ? idx.length : same;
   for (const layer in hands.force) {
@@ -103,8 +106,8 @@ function readText(newIds = [EOT, ...encode($('text').value, rank)]) {
 }
 
 function update() {
-  before = read(idx, UNTOUCHED);
-  now = isTouched() ? read(idx, hands) : before;
+  before = read('text', idx, UNTOUCHED);
+  now = read('text', idx, hands);
   paint();
   paintPair();
 }
@@ -178,16 +181,18 @@ async function goOn() {
 
 function paintTokens() {
   $('tokens').replaceChildren();
+  const isPicked = picked && !hands.out[picked[0]]?.includes(picked[1]);
   idx.forEach((id, t) => {
-    const token = button($('tokens'), `token${t}`, wordOf(id), () => look(t));
+    const token = button($('tokens'), `token${t}`, '', () => look(t));
+    const word = make(token, 'span', '', wordOf(id));
     token.style.marginLeft = tokens[id]?.startsWith(' ') ? '5px' : 0;
     token.tabIndex = t === looked ? 0 : -1;
     token.setAttribute('aria-pressed', t === looked);
     token.onmouseenter = token.onfocus = () => paintMachine(t);
     token.onmouseleave = () => paintMachine(looked);
     const change = t ? now.nats[t] - before.nats[t] : 0;
-    if (Math.abs(change) > 0.2) token.classList.add(change > 0 ? 'worse' : 'better');
-    if (picked && !now.routes[picked[0]].gate_NE[t][picked[1]]) token.classList.add('dim');
+    if (Math.abs(change) > 0.2) word.classList.add(change > 0 ? 'less' : 'more');
+    if (isPicked && !now.routes[picked[0]].gate_NE[t][picked[1]]) token.classList.add('dim');
     const ways = layers().map(layer => {
       const gate_E = now.routes[layer].gate_NE[t];
       const bar = make(token, 'span', 'bar');
@@ -274,13 +279,12 @@ function ribbons(parent, above, below) {
     for (const key in values) element.setAttribute(key, values[key]);
   };
   set(svg, { viewBox: '0 0 100 56', preserveAspectRatio: 'none', 'aria-hidden': true });
-  for (const [gates, edge, middle] of [[above || [1], 0, 18], [below || [1], 56, 18]]) {
+  for (const [gates, edge, bend] of [[above || [1], 0, 0], [below || [1], 56, 32]]) {
     gates.forEach((gate, e) => {
       if (!gate) return;
       const path = document.createElementNS(svg.namespaceURI, 'path');
       const x = 100 * (e + 0.5) / gates.length;
-      set(path, { d: `M${x} ${edge}C${x} ${middle} 50 ${edge} 50 ${middle}`,
-        'stroke-width': 1 + 8 * gate });
+      set(path, { d: `M${x} ${edge}V${bend}C${x} 16 50 ${bend} 50 16`, 'stroke-width': 1 + 8 * gate });
       if (gates.length > 1) colour(path, e);
       svg.append(path);
     });
@@ -330,7 +334,7 @@ function paintLoss() {
     if (isTouched()) {
       const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
       box.append(`; untouched ${old.toFixed(2)}: `);
-      make(box, 'b', word, `${signed(mean - old)}, ${word}`);
+      make(box, 'b', word, `${signed(mean - old, 2)}, ${word}`);
     }
     make(box, 'p', 'soft small', 'The loss, its mean surprise: 0 is certainty; here it is as ' +
       `unsure as among ${Math.exp(mean).toFixed(1)} equally probable tokens.`);
@@ -370,8 +374,8 @@ function paintNext() {
     const track = make(line, 'span', 'track');
     make(track, 'i').style.width = 100 * prob[id] + '%';
     if (isTouched()) make(track, 'u').style.left = 100 * old[id] + '%';
-    const change = isTouched() ? ` (${signed(100 * (prob[id] - old[id]))})` : '';
-    make(line, 'small', '', percent(prob[id]) + change.replace(/\.\d+/, ''));
+    const change = isTouched() ? ` (${signed(100 * (prob[id] - old[id]), 1)})` : '';
+    make(line, 'small', '', percent(prob[id]) + change);
   });
 }
 
@@ -420,8 +424,8 @@ function makePair() {
 function paintPair() {
   const everywhere = { ...hands, force: {} };            // a token of the text above stays there
   const scores = [0, 1].map(i => {
-    const idx = window_([EOT, ...encode($(`pair${i}`).value, rank)]);
-    return [everywhere, UNTOUCHED].map(hands => -sum(read(idx, hands).nats));
+    const idx = readable([EOT, ...encode($(`pair${i}`).value, rank)]);
+    return [everywhere, UNTOUCHED].map(hands => -sum(read(`pair${i}`, idx, hands).nats));
   });
   scores.forEach(([score], i) => {
     $(`score${i}`).textContent = score.toFixed(2).replace('-', '−');
