@@ -234,7 +234,10 @@ def read_arguments():
 def main():
     args = read_arguments()
     if args.live:
-        write_live(*args.runs, args.prompt, args.out)
+        if len(args.runs) > 1 or args.text:
+            raise UserError('--live shows one run; its reader types the text, which may begin with '
+                            'your --prompt')
+        write_live(args.runs[0], args.prompt, args.out)
         return
     machine = Machine(args.device)
     runs = [describe_run(path, args, machine) for path in args.runs]

@@ -248,6 +248,12 @@ function layer_norm(x, gain, bias) {
   });
 }
 
+function cross_entropy(row, id) {   // -log softmax(row)[id]
+  let sum = 0;
+  for (let i = 0; i < row.length; i++) sum += Math.exp(row[i] - row[id]);
+  return Math.log(sum);
+}
+
 function total(row) {
   let sum = 0;
   for (let i = 0; i < row.length; i++) sum += row[i];
@@ -318,7 +324,7 @@ function forward(live, idx, hands, known) {
   const join = (name, fresh) => rows[name] = [...(known?.rows[name] ?? []).slice(0, past), ...fresh];
   const run = { config: live.config, hands, past, join, routes: {} };
   const logits = join('logits', MODELS[live.model](idx.slice(past), live.weights, run));
-  const loss = (id, i) => past + i ? -Math.log(softmax(logits[past + i - 1])[id]) : 0;
+  const loss = (id, i) => past + i ? cross_entropy(logits[past + i - 1], id) : 0;
   const nats = join('nats', idx.slice(past).map(loss));
   return { idx, rows, logits, routes: run.routes, nats };
 }

@@ -8,8 +8,8 @@ const EOT = tokens.length;          // end of text: every text begins after one
 const rank = new Map(tokens.map((token, id) => [token, id]));
 const HUES = [250, 65, 150, 15, 305, 105, 200, 345];
 const UNTOUCHED = { out: {}, force: {}, top_k: config.top_k, temperature: 1 };
-const EXAMPLES = ['The dogs near the tree', 'Once upon a time', 'The girl who helped the uncle helps',
-  'One rainy day Leo goes to the park. Tom looked'];
+const EXAMPLES = ['The dogs near the tree', 'The boy who saw the girls', 'The king washes',
+  'One rainy day Leo goes to the park.'];
 const KINDS = {                     // of a layer, by the end of its name: a choice, what it does
   shrink: ['expert', 'halves the width'],
   grow: ['expert', 'doubles it again'],
@@ -23,7 +23,7 @@ let idx = [];
 let looked = 0;                     // the token whose way is shown
 let picked = null;                  // the choice that was clicked, as [layer, e]
 let now, before;                    // what the model says with the changes, and without them
-let writing = 0;                    // counts calls of goOn: another call stops this one
+let isWriting = false;
 
 // Text from the data and the reader goes into the page through here alone, never as HTML.
 function make(parent, tag, className = '', text = '') {
@@ -126,7 +126,7 @@ function paint() {
 
 function knock(layer, e) {
   const out = hands.out[layer] || [];
-  hands.out[layer] = out.includes(e) ? out.filter(other => other !== e) : [...out, e].sort();
+  hands.out[layer] = out.includes(e) ? out.filter(other => other !== e) : [...out, e];
   if (!hands.out[layer].length) delete hands.out[layer];
   for (const t in hands.force[layer]) if (hands.force[layer][t] === e) unforce(layer, t);
   update();
@@ -160,21 +160,20 @@ function draw(logits) {
 }
 
 async function goOn() {
-  const call = ++writing;
   const begin = $('text').value;
   const start = ids.length;
+  let shown = begin;
+  isWriting = true;
   $('go').textContent = 'Stop';
-  $('go').onclick = () => { writing++; };
-  for (let n = 0; n < 60 && call === writing; n++) {
+  for (let n = 0; n < 60 && isWriting && $('text').value === shown; n++) {     // or until you type
     const id = draw(now.logits.at(-1));
     if (id === EOT) break;
-    const written = [...ids.slice(start), id].map(i => tokens[i]);
-    $('text').value = begin + decode(written);
+    shown = $('text').value = begin + decode([...ids.slice(start), id].map(i => tokens[i]));
     readText([...ids, id]);
     await new Promise(resolve => setTimeout(resolve, 70));
   }
+  isWriting = false;
   $('go').textContent = 'Go on';
-  $('go').onclick = goOn;
 }
 
 // ---- Painting -----------------------------------------------------------------------------------
@@ -278,13 +277,13 @@ function ribbons(parent, above, below) {
   const set = (element, values) => {
     for (const key in values) element.setAttribute(key, values[key]);
   };
-  set(svg, { viewBox: '0 0 100 56', preserveAspectRatio: 'none', 'aria-hidden': true });
-  for (const [gates, edge, bend] of [[above || [1], 0, 0], [below || [1], 56, 32]]) {
+  set(svg, { viewBox: '0 0 100 66', preserveAspectRatio: 'none', 'aria-hidden': true });
+  for (const [gates, edge, bend] of [[above || [1], 0, 0], [below || [1], 66, 44]]) {
     gates.forEach((gate, e) => {
       if (!gate) return;
       const path = document.createElementNS(svg.namespaceURI, 'path');
       const x = 100 * (e + 0.5) / gates.length;
-      set(path, { d: `M${x} ${edge}V${bend}C${x} 16 50 ${bend} 50 16`, 'stroke-width': 1 + 8 * gate });
+      set(path, { d: `M${x} ${edge}V${bend}C${x} 22 50 ${bend} 50 22`, 'stroke-width': 1 + 8 * gate });
       if (gates.length > 1) colour(path, e);
       svg.append(path);
     });
@@ -367,9 +366,10 @@ function paintNext() {
   const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 8);
   best.forEach((id, i) => {
     const line = button(box, `next${i}`, '', () => {
-      if (id !== EOT) $('text').value += decode([tokens[id]]);
-      readText(id === EOT ? ids : [...ids, id]);
+      $('text').value += decode([tokens[id]]);
+      readText([...ids, id]);
     });
+    line.disabled = id === EOT;
     make(line, 'b', '', id === EOT ? '⟨end⟩' : wordOf(id));
     const track = make(line, 'span', 'track');
     make(track, 'i').style.width = 100 * prob[id] + '%';
@@ -440,8 +440,8 @@ function paintPair() {
 }
 
 const SIZES = {                     // what the sliders change; n_embd takes the other widths along
-  n_block: ['Blocks in a parallel layer', 'More to choose from: more to store, and to attend in.'],
-  n_expert: ['Experts of shrink and grow', 'More to choose from: more to store.'],
+  n_block: ['Blocks in a layer', 'More to choose from: more to store, and to attend in.'],
+  n_expert: ['Experts', 'More to choose from: more to store.'],
   n_att: ['Attention modules in a layer', 'More to choose from: more to store.'],
   n_ffd: ['FFN modules in a layer', 'More to choose from: more to store.'],
   top_k: ['K', 'How many of them a token takes: this is what it pays for.'],
@@ -485,7 +485,7 @@ $('k').textContent = config.top_k;
 $('source').textContent = `${live.model}.py of nanopaths, ${number(live.parameters)} parameters, ` +
   `run ${visible(live.name)}, trained on ${visible(live.data)}.`;
 $('legend').textContent = 'A token is a word or a part of one. The bars below it are its gates, a bar for ' +
-  'each layer, a colour for each choice. ▾ ▴: your changes made it less or more probable.';
+  'each layer, from the first down, a colour for each choice. ▾ ▴: your changes made it less or more probable.';
 for (const text of EXAMPLES) {
   make($('examples'), 'button', 'small', text).onclick = () => {
     $('text').value = text;
@@ -494,7 +494,7 @@ for (const text of EXAMPLES) {
 }
 $('text').value = live.prompt;
 $('text').oninput = () => readText();
-$('go').onclick = goOn;
+$('go').onclick = () => isWriting ? isWriting = false : goOn();
 $('tokens').onkeydown = event => {
   if (event.key === 'ArrowRight') event.target.nextSibling?.focus();
   if (event.key === 'ArrowLeft') event.target.previousSibling?.focus();
