@@ -87,10 +87,13 @@ def in_torch(model, idx, hands):
 
             def score(x_ND, layer=layer, module=module):
                 score_NE = type(module).score(module, x_ND) / hands['temperature']
-                score_NE[:, hands['out'].get(layer, [])] = -torch.inf
-                for token, choice in hands['force'].get(layer, {}).items():
-                    only = torch.arange(score_NE.size(1)) == choice
-                    score_NE[int(token), ~only] = -torch.inf
+                for place in hands['out']:
+                    name, choice = place.split('/')
+                    score_NE[:, int(choice)] -= torch.inf if name == layer else 0
+                for place, choice in hands['force'].items():
+                    name, token = place.split('/')
+                    others = torch.arange(score_NE.size(1)) != choice
+                    score_NE[int(token), others] -= torch.inf if name == layer else 0
                 return score_NE
             module.score = score
     x = torch.tensor([idx])
@@ -104,11 +107,11 @@ def test_the_page_computes_what_torch_does(wild_run, tmp_path):
     model, ckpt = load_checkpoint(wild_run)
     tokenizer = run_tokenizer(ckpt)
     data = live.describe(wild_run, '')
-    none = dict(out={}, force={}, top_k=2, temperature=1)
+    none = dict(out=[], force={}, top_k=2, temperature=1)
     first, second, *_ = model.routes(torch.tensor([[0]]))
-    touched = [dict(none, out={second: [2]}), dict(none, out={first: [0, 1], second: [3]}),
+    touched = [dict(none, out=[f'{second}/2']), dict(none, out=[f'{first}/0', f'{second}/3']),
                dict(none, top_k=1), dict(none, top_k=4), dict(none, temperature=0.3),
-               dict(none, force={second: {'0': 3}}, top_k=3, temperature=2)]
+               dict(none, force={f'{second}/0': 3}, top_k=3, temperature=2)]
     cases = [(text, none) for text in fifty_texts()]
     cases += [(text, hands) for text in ODD[3:5] for hands in touched]
     seen, console = browse(live.fill(data), f"""
@@ -151,15 +154,14 @@ def test_the_page_shows_it(wild_run, tmp_path):
     seen, console = browse(live.fill(data), f"""
         const type = (id, text) => {{ $(id).value = text; $(id).dispatchEvent(new Event('input')); }};
         const figures = () => [$('loss').textContent, $('next').firstChild.textContent,
-            $('score0').textContent, $('score1').textContent];
+            $('pair0-score').textContent, $('pair1-score').textContent];
         const [a, b] = {in_js(pair)};
         type('pair0', a);
         type('pair1', b);
         const seen = {{ before: figures(), layer: layers()[1] }};
-        $(`${{seen.layer}}-2`).click();
+        $(`${{seen.layer}}/2`).click();
         $('knock').click();
         seen.out = figures();
-        seen.focus = document.activeElement === document.body;
         $('undo').click();
         seen.undone = figures();
         $('token2').click();
@@ -172,11 +174,11 @@ def test_the_page_shows_it(wild_run, tmp_path):
             return $('cost').innerText + $('cost-hint').textContent; }});
         return seen;""", tmp_path)
     assert console == [] and seen['before'] == seen['undone'] != seen['out']
-    assert seen['forced'] == {seen['layer']: {'2': 2}} and seen['unforced'] == {}
+    assert seen['forced'] == {seen['layer'] + '/2': 2} and seen['unforced'] == {}
     model, ckpt = load_checkpoint(wild_run)
     tokenizer = run_tokenizer(ckpt)
-    hands = dict(out={}, force={}, top_k=2, temperature=1)
-    for figures, out in ((seen['before'], {}), (seen['out'], {seen['layer']: [2]})):
+    hands = dict(out=[], force={}, top_k=2, temperature=1)
+    for figures, out in ((seen['before'], []), (seen['out'], [seen['layer'] + '/2'])):
         losses = []
         for sentence in (text, *pair):
             idx = [tokenizer.eot, *tokenizer.encode(sentence)]

@@ -4,10 +4,10 @@
 // one per output, as in nn.Linear. A stack of blocks is a list of matrices: qkv[p] is that of
 // block p. Weights hang in a tree by their names: 'parallel.0.qkv' is weights.parallel[0].qkv.
 //
-// `run` is one pass through the model: its config; `past`, the number of tokens that an earlier pass
-// has read; join(name, rows), which puts what that pass found for them before the rows of the new
-// ones; and `hands`, what the reader of the page changes: { out: {layer: [choices]}, force: {layer:
-// {token: choice}}, top_k, temperature }.
+// `run` is one pass through the model: its config; `past`, how many tokens an earlier pass has read;
+// join(name, rows), which puts what that pass found for them before the rows of the new ones; and
+// `hands`, what the reader of the page changes: { out: ['parallel.0/2'], that choice 2 is knocked
+// out; force: {'parallel.0/5': 2}, that token 5 takes only choice 2; top_k; temperature }.
 'use strict';
 
 // ---- The idea: each token chooses K of P blocks -------------------------------------------------
@@ -17,8 +17,8 @@
 function route(run, layer, score_NE, renormalise) {
   const { out, force, top_k, temperature } = run.hands;
   const gate_NE = score_NE.map((score_E, token) => {
-    const forced = force[layer]?.[run.past + token];
-    const isOpen = e => forced === undefined ? !out[layer]?.includes(e) : e === forced;
+    const forced = force[`${layer}/${run.past + token}`];
+    const isOpen = e => forced === undefined ? !out.includes(`${layer}/${e}`) : e === forced;
     const prob_E = softmax(score_E.map((s, e) => isOpen(e) ? s / temperature : -Infinity));
     const order_E = [...prob_E.keys()].sort((a, b) => prob_E[b] - prob_E[a]);    // stable
     const choice_K = order_E.slice(0, top_k);

@@ -6,10 +6,8 @@ live.weights = unpackWeights(live.weights, live.shapes);
 const { config, tokens } = live;
 const EOT = tokens.length;          // end of text: every text begins after one
 const rank = new Map(tokens.map((token, id) => [token, id]));
+const UNTOUCHED = { out: [], force: {}, top_k: config.top_k, temperature: 1 };
 const HUES = [250, 65, 150, 15, 305, 105, 200, 345];
-const UNTOUCHED = { out: {}, force: {}, top_k: config.top_k, temperature: 1 };
-const EXAMPLES = ['The dogs near the tree', 'The boy who saw the girls', 'The king washes',
-  'One rainy day Leo goes to the park.'];
 const KINDS = {                     // of a layer, by the end of its name: a choice, what it does
   shrink: ['expert', 'halves the width'],
   grow: ['expert', 'doubles it again'],
@@ -18,11 +16,11 @@ const KINDS = {                     // of a layer, by the end of its name: a cho
 };
 
 let hands = structuredClone(UNTOUCHED);
-let ids = [];                       // the whole text; `idx` is what the model can read of it
+let ids = [];                       // the whole text; idx is what the model can read of it
 let idx = [];
-let looked = 0;                     // the token whose way is shown
-let picked = null;                  // the choice that was clicked, as [layer, e]
 let now, before;                    // what the model says with the changes, and without them
+let looked = 0;                     // the token whose way is shown
+let picked = null;                  // the box that was clicked, as 'layer/choice'
 let isWriting = false;
 
 // Text from the data and the reader goes into the page through here alone, never as HTML.
@@ -41,11 +39,18 @@ function button(parent, id, text, act) {
   return element;
 }
 
-const percent = part => (100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0) + '%';
-const signed = (value, digits) => (value < 0 ? '−' : '+') + Math.abs(value).toFixed(digits);
-const number = value => Math.round(value).toLocaleString('en');
+function colour(element, e) {
+  element.classList.add('choice');
+  element.style.setProperty('--hue', HUES[e % HUES.length]);
+}
+
+const percent = part => (100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0) + '%';
+const number = (value, digits) => value.toFixed(digits).replace('-', '−');
+const signed = (value, digits) => (value < 0 ? '' : '+') + number(value, digits);
+const whole = value => Math.round(value).toLocaleString('en');
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
 const layers = () => Object.keys(now.routes);
+const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
 
 // A sign in place of each letter that would not show.
 function visible(text) {
@@ -63,11 +68,6 @@ function wordOf(id) {
   }
 }
 
-function colour(element, e) {
-  element.classList.add('choice');
-  element.style.setProperty('--hue', HUES[e % HUES.length]);
-}
-
 // ---- Reading ------------------------------------------------------------------------------------
 
 const memory = new Map();           // the last answers, by text box and changes
@@ -77,29 +77,24 @@ function read(box, idx, hands) {
   const known = memory.get(key);
   if (known && known.idx.join() === idx.join()) return known;
   if (memory.size > 30) memory.clear();
-  const answer = forward(live, idx, hands, known);
-  memory.set(key, answer);
-  return answer;
+  memory.set(key, forward(live, idx, hands, known));
+  return memory.get(key);
 }
 
-// The ids of a text that the model reads. As in generate, a full context goes on from its newer half.
+// What the model reads of a text. As in generate, a full context goes on from its newer half.
 function readable(ids) {
   const half = config.block_size / 2;
   return ids.slice(half * Math.max(0, Math.ceil(ids.length / half) - 2));
 }
 
-const sum = row => row.reduce((a, b) => a + b, 0);
-const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
-
-// The text has changed. A token stays forced if nothing before it has changed.
+// The text has changed. A token stays forced if all up to it is the same as before.
 function readText(newIds = [EOT, ...encode($('text').value, rank)]) {
   const old = idx;
   ids = newIds;
   idx = readable(ids);
-  const same = idx.findIndex((id, t) => id !== old[t]);
-  const kept = same < 0 ? idx.length : same;
-  for (const layer in hands.force) {
-    for (const t in hands.force[layer]) if (t >= kept) unforce(layer, t);
+  for (const place in hands.force) {
+    const end = Number(place.split('/')[1]) + 1;
+    if (idx.slice(0, end).join() !== old.slice(0, end).join()) delete hands.force[place];
   }
   looked = idx.length - 1;
   update();
@@ -109,7 +104,6 @@ function update() {
   before = read('text', idx, UNTOUCHED);
   now = read('text', idx, hands);
   paint();
-  paintPair();
 }
 
 function paint() {
@@ -119,39 +113,11 @@ function paint() {
   paintPanel();
   paintLoss();
   paintNext();
+  paintPair();
   if (focused && document.activeElement.id !== focused) $(focused)?.focus();
 }
 
-// ---- Hands on -----------------------------------------------------------------------------------
-
-function knock(layer, e) {
-  const out = hands.out[layer] || [];
-  hands.out[layer] = out.includes(e) ? out.filter(other => other !== e) : [...out, e];
-  if (!hands.out[layer].length) delete hands.out[layer];
-  for (const t in hands.force[layer]) if (hands.force[layer][t] === e) unforce(layer, t);
-  update();
-}
-
-function force(layer, t, e) {
-  if (hands.force[layer]?.[t] === e) unforce(layer, t);
-  else (hands.force[layer] ??= {})[t] = e;
-  update();
-}
-
-function unforce(layer, t) {
-  delete hands.force[layer][t];
-  if (!Object.keys(hands.force[layer]).length) delete hands.force[layer];
-}
-
-function reset() {
-  hands = structuredClone(UNTOUCHED);
-  for (const [id, value] of [['top_k', config.top_k], ['temperature', 0]]) {
-    $(id).value = value;
-    $(id).oninput();
-  }
-}
-
-// Draw a token as sample.py does: of the 50 most probable, at a temperature of 0.8.
+// Draw a token as sample.py does: from the 50 most probable, at a temperature of 0.8.
 function draw(logits) {
   const best = [...logits.keys()].sort((a, b) => logits[b] - logits[a]).slice(0, 50);
   const prob = softmax(Float32Array.from(best, id => logits[id] / 0.8));
@@ -160,15 +126,16 @@ function draw(logits) {
 }
 
 async function goOn() {
-  const begin = $('text').value;
   const start = ids.length;
-  let shown = begin;
+  const begin = $('text').value;
+  let written = begin;
   isWriting = true;
   $('go').textContent = 'Stop';
-  for (let n = 0; n < 60 && isWriting && $('text').value === shown; n++) {     // or until you type
+  for (let n = 0; n < 60 && isWriting && $('text').value === written; n++) {   // or until you type
     const id = draw(now.logits.at(-1));
     if (id === EOT) break;
-    shown = $('text').value = begin + decode([...ids.slice(start), id].map(i => tokens[i]));
+    written = begin + decode([...ids.slice(start), id].map(i => tokens[i]));
+    $('text').value = written;
     readText([...ids, id]);
     await new Promise(resolve => setTimeout(resolve, 70));
   }
@@ -179,63 +146,53 @@ async function goOn() {
 // ---- Painting -----------------------------------------------------------------------------------
 
 function paintTokens() {
+  const [layer, e] = picked && !hands.out.includes(picked) ? picked.split('/') : [];
   $('tokens').replaceChildren();
-  const isPicked = picked && !hands.out[picked[0]]?.includes(picked[1]);
   idx.forEach((id, t) => {
-    const token = button($('tokens'), `token${t}`, '', () => look(t));
-    const word = make(token, 'span', '', wordOf(id));
-    token.style.marginLeft = tokens[id]?.startsWith(' ') ? '5px' : 0;
-    token.tabIndex = t === looked ? 0 : -1;
-    token.setAttribute('aria-pressed', t === looked);
+    const token = button($('tokens'), `token${t}`, '', () => {
+      looked = t;
+      paint();
+    });
     token.onmouseenter = token.onfocus = () => paintMachine(t);
     token.onmouseleave = () => paintMachine(looked);
-    const change = t ? now.nats[t] - before.nats[t] : 0;
-    if (Math.abs(change) > 0.2) word.classList.add(change > 0 ? 'less' : 'more');
-    if (isPicked && !now.routes[picked[0]].gate_NE[t][picked[1]]) token.classList.add('dim');
-    const ways = layers().map(layer => {
+    token.tabIndex = t === looked ? 0 : -1;
+    token.setAttribute('aria-pressed', t === looked);
+    token.style.marginLeft = tokens[id]?.startsWith(' ') ? '5px' : 0;
+    if (layer && !now.routes[layer].gate_NE[t][e]) token.classList.add('dim');
+    const change = now.nats[t] - before.nats[t];
+    const word = make(token, 'span', change > 0.2 ? 'less' : change < -0.2 ? 'more' : '', wordOf(id));
+    let label = `${word.textContent}, probability ${percent(Math.exp(-now.nats[t]))}`;
+    for (const layer of layers()) {
       const gate_E = now.routes[layer].gate_NE[t];
       const bar = make(token, 'span', 'bar');
-      for (const e of chosen(gate_E)) {
+      label += `; ${layer}`;
+      gate_E.forEach((gate, e) => {
+        if (!gate) return;
         const part = make(bar, 'span');
-        part.style.flexGrow = gate_E[e];
+        part.style.flexGrow = gate;
         colour(part, e);
-      }
-      return `${layer}: ` + chosen(gate_E).map(e => `${e} ${percent(gate_E[e])}`).join(', ');
-    });
-    const said = t ? `probability ${percent(Math.exp(-now.nats[t]))}; ` : '';
-    token.setAttribute('aria-label', `${wordOf(id)}, token ${t}; ${said}${ways.join('; ')}`);
+        label += ` ${e}: ${percent(gate)}`;
+      });
+    }
+    token.setAttribute('aria-label', label);
   });
-}
-
-// Choices with a gate, the largest first.
-function chosen(gate_E) {
-  const open = [...gate_E.keys()].filter(e => gate_E[e] > 0);
-  return open.sort((a, b) => gate_E[b] - gate_E[a]);
-}
-
-function look(t) {
-  looked = t;
-  paint();
 }
 
 function paintMachine(t) {
   $('machine-title').textContent = `The way of “${wordOf(idx[t])}”`;
-  const said = t ? `The model gave it a probability of ${percent(Math.exp(-now.nats[t]))}, a loss of ` +
-    `${now.nats[t].toFixed(2)} nats.` : 'Every text begins with this token.';
-  $('machine-hint').textContent = `${said} A ribbon is as wide as its gate. In a box: the gate, and ` +
-    'the score that the router gave. Click a box to see its tokens, and to knock it out.';
+  $('machine-token').textContent = t ? 'The model had given it a probability of ' +
+    `${percent(Math.exp(-now.nats[t]))}, a loss of ${number(now.nats[t], 2)} nats.` :
+    'Every text begins with this token.';
   const machine = $('machine');
   machine.replaceChildren();
   make(machine, 'div', 'whole token', wordOf(idx[t]));
-  let above = null;
-  const { first, last } = live.weights;                  // MoEP's full layers
-  const whole = (part, text) => {
-    if (!part) return;
-    ribbons(machine, above, null);
-    above = null;
+  let above = [1];
+  const ordinary = text => {                             // MoEP's first and last layers
+    ribbons(machine, above, [1]);
+    above = [1];
     make(machine, 'div', 'whole soft', text);
   };
-  whole(first, 'an ordinary layer, the same for every token');
+  if (live.model === 'moep') ordinary('an ordinary layer, the same for every token');
   for (const layer of layers()) {
     const { score_NE, gate_NE } = now.routes[layer];
     ribbons(machine, above, gate_NE[t]);
@@ -243,47 +200,44 @@ function paintMachine(t) {
     const title = make(machine, 'p', 'title');
     make(title, 'b', '', layer);
     title.append(` ${kindOf(layer)[1]}`);
-    const row = make(machine, 'div', 'layer');
-    gate_NE[t].forEach((gate, e) => paintChoice(row, layer, e, gate, score_NE[t][e], gate_NE));
+    const row = make(machine, 'div', gate_NE[t].length > 4 ? 'layer many' : 'layer');
+    gate_NE[t].forEach((gate, e) => paintBox(row, layer, e, gate, score_NE[t][e]));
   }
-  whole(last, 'an ordinary layer, then the guess for the next token');
+  if (live.model === 'moep') ordinary('an ordinary layer, then the guess for the next token');
 }
 
-function paintChoice(row, layer, e, gate, score, gate_NE) {
-  const isOut = hands.out[layer]?.includes(e);
-  const element = button(row, `${layer}-${e}`, '', () => {
-    picked = picked?.join() === [layer, e].join() ? null : [layer, e];
+function paintBox(row, layer, e, gate, score) {
+  const place = `${layer}/${e}`;
+  const isOut = hands.out.includes(place);
+  const box = button(row, place, '', () => {
+    picked = picked === place ? null : place;
     paint();
   });
-  colour(element, e);
-  element.style.setProperty('--gate', 100 * gate + '%');
-  element.classList.toggle('on', gate > 0);
-  element.classList.toggle('out', Boolean(isOut));
-  element.setAttribute('aria-pressed', picked?.join() === [layer, e].join());
-  const share = isOut ? 'out' : gate > 0 ? percent(gate) : '·';
-  const label = `${kindOf(layer)[0]} ${e} of ${layer}: gate ${share}, score ${score.toFixed(1)}; ` +
-    `${tokensOf(gate_NE, e).length} of ${gate_NE.length} tokens take it`;
-  element.setAttribute('aria-label', label);
-  element.title = label;
-  const isRoomy = gate_NE[0].length <= 4;
-  make(element, 'small', '', isRoomy ? `${kindOf(layer)[0]} ${e}` : e);
-  make(element, 'b', '', share);
-  make(element, 'small', '', (isRoomy ? 'score ' : '') + score.toFixed(1).replace('-', '−'));
+  colour(box, e);
+  box.style.setProperty('--gate', 100 * gate + '%');
+  if (gate > 0) box.classList.add('on');
+  if (isOut) box.classList.add('out');
+  box.setAttribute('aria-pressed', picked === place);
+  make(box, 'small', 'kind', `${kindOf(layer)[0]} `);
+  make(box, 'small', '', e);
+  make(box, 'b', '', isOut ? 'out' : gate > 0 ? `${(100 * gate).toFixed(0)}%` : '·');
+  make(box, 'small', 'kind', 'score ');
+  make(box, 'small', '', number(score, 1));
 }
 
-// From the choices above, or the whole width, through one point to those below.
+// From the choices above through one point to those below.
 function ribbons(parent, above, below) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
-  const set = (element, values) => {
-    for (const key in values) element.setAttribute(key, values[key]);
-  };
-  set(svg, { viewBox: '0 0 100 66', preserveAspectRatio: 'none', 'aria-hidden': true });
-  for (const [gates, edge, bend] of [[above || [1], 0, 0], [below || [1], 66, 44]]) {
+  svg.setAttribute('viewBox', '0 0 100 66');
+  svg.setAttribute('preserveAspectRatio', 'none');
+  svg.setAttribute('aria-hidden', true);
+  for (const [gates, edge, bend] of [[above, 0, 0], [below, 66, 44]]) {
     gates.forEach((gate, e) => {
       if (!gate) return;
-      const path = document.createElementNS(svg.namespaceURI, 'path');
       const x = 100 * (e + 0.5) / gates.length;
-      set(path, { d: `M${x} ${edge}V${bend}C${x} 22 50 ${bend} 50 22`, 'stroke-width': 1 + 8 * gate });
+      const path = document.createElementNS(svg.namespaceURI, 'path');
+      path.setAttribute('d', `M${x} ${edge}V${bend}C${x} 22 50 ${bend} 50 22`);
+      path.setAttribute('stroke-width', 1 + 8 * gate);
       if (gates.length > 1) colour(path, e);
       svg.append(path);
     });
@@ -291,81 +245,91 @@ function ribbons(parent, above, below) {
   parent.append(svg);
 }
 
+// What can be done with the box that was clicked.
 function paintPanel() {
   const panel = $('panel');
   panel.replaceChildren();
   panel.hidden = !picked;
   if (!picked) return;
-  const [layer, e] = picked;
+  const layer = picked.split('/')[0];
+  const e = Number(picked.split('/')[1]);
   const { gate_NE } = now.routes[layer];
-  const [kind] = kindOf(layer);
-  const out = hands.out[layer] || [];
-  const isOut = out.includes(e);
-  const isLast = !isOut && out.length + 1 >= gate_NE[0].length;
-  make(panel, 'b', '', `${kind[0].toUpperCase()}${kind.slice(1)} ${e} of ${layer}`);
-  const mine = tokensOf(gate_NE, e);
-  const list = mine.map(t => `${wordOf(idx[t])} ${percent(gate_NE[t][e])}`).join(' · ');
-  make(panel, 'p', 'small', `${mine.length} of ${idx.length} tokens take it. ${list}`);
+  const mine = tokensOf(gate_NE, e).map(t => `${wordOf(idx[t])} ${percent(gate_NE[t][e])}`);
+  make(panel, 'b', '', `${kindOf(layer)[0]} ${e} of ${layer}`);
+  make(panel, 'p', 'small', `${mine.length} of ${idx.length} tokens take it. ${mine.join(' · ')}`);
+
+  const isOut = hands.out.includes(picked);
+  const others = gate_NE[0].filter((_, other) => other !== e && !hands.out.includes(`${layer}/${other}`));
   let row = make(panel, 'div', 'row');
-  const off = button(row, 'knock', isOut ? 'Put it back' : 'Knock it out', () => knock(layer, e));
-  off.disabled = isLast;
-  make(row, 'span', 'soft small', isLast ? 'the last one of its layer stays' :
-    'its score becomes −∞, so every token takes the next best instead');
-  row = make(panel, 'div', 'row');
+  button(row, 'knock', isOut ? 'Put it back' : 'Knock it out', () => {
+    hands.out = isOut ? hands.out.filter(place => place !== picked) : [...hands.out, picked];
+    for (const place in hands.force) {
+      if (place.startsWith(`${layer}/`) && hands.force[place] === e) delete hands.force[place];
+    }
+    update();
+  }).disabled = !others.length;
+  make(row, 'span', 'soft small', others.length ? 'Its score becomes −∞: every token that took it ' +
+    'takes its next best instead.' : 'The last one of a layer stays.');
+
+  const place = `${layer}/${looked}`;
   const word = wordOf(idx[looked]);
-  const isForced = hands.force[layer]?.[looked] === e;
-  const send = button(row, 'force', isForced ? `Let “${word}” choose` : `Send “${word}” here`,
-    () => force(layer, looked, e));
-  send.disabled = isOut;
-  make(row, 'span', 'soft small', 'this one token takes nothing else in this layer: a gate of 100%');
+  const isForced = hands.force[place] === e;
+  row = make(panel, 'div', 'row');
+  button(row, 'force', isForced ? `Let “${word}” choose again` : `Send “${word}” here`, () => {
+    if (isForced) delete hands.force[place];
+    else hands.force[place] = e;
+    update();
+  }).disabled = isOut;
+  make(row, 'span', 'soft small', 'This one token takes nothing else in this layer: a gate of 100%.');
 }
 
 function paintLoss() {
+  const [mean, old] = [now, before].map(answer => total(answer.nats) / (idx.length - 1));
   const box = $('loss');
   box.replaceChildren();
-  const n = idx.length - 1;
-  if (!n) {
+  if (idx.length === 1) {
     make(box, 'p', 'soft', 'Write something first.');
   } else {
-    const [mean, old] = [now, before].map(answer => sum(answer.nats) / n);
-    make(box, 'span', 'figure', mean.toFixed(2));
+    make(box, 'span', 'figure', number(mean, 2));
     box.append(' nats per token');
     if (isTouched()) {
       const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
-      box.append(`; untouched ${old.toFixed(2)}: `);
+      box.append(`; untouched ${number(old, 2)}: `);
       make(box, 'b', word, `${signed(mean - old, 2)}, ${word}`);
     }
-    make(box, 'p', 'soft small', 'The loss, its mean surprise: 0 is certainty; here it is as ' +
-      `unsure as among ${Math.exp(mean).toFixed(1)} equally probable tokens.`);
+    make(box, 'p', 'soft small', 'The loss, the mean surprise: 0 is certainty. Here the model is as ' +
+      `unsure as if ${Math.exp(mean).toFixed(1)} tokens were equally probable each time.`);
   }
   if (ids.length > idx.length) {
     make(box, 'p', 'soft small', `It reads the last ${idx.length} of ${ids.length} tokens.`);
   }
+  const forced = Object.entries(hands.force).map(([place, e]) => {
+    const [layer, t] = place.split('/');
+    return `${wordOf(idx[t])} → ${layer}/${e}`;
+  });
   const row = $('changes');
   row.replaceChildren();
-  const say = text => make(row, 'span', 'soft small', text);
-  for (const layer in hands.out) say(`${layer} without ${hands.out[layer].join(', ')};`);
-  for (const layer in hands.force) {
-    for (const [t, e] of Object.entries(hands.force[layer])) {
-      say(`“${wordOf(idx[t])}” only to ${e} of ${layer};`);
-    }
+  for (const text of [...hands.out.map(place => `without ${place}`), ...forced]) {
+    make(row, 'span', 'soft small', text);
   }
-  if (hands.top_k !== config.top_k) say(`K is ${hands.top_k};`);
-  if (hands.temperature !== 1) say(`temperature ${hands.temperature.toFixed(2)};`);
   if (isTouched()) button(row, 'undo', 'Undo all', reset);
-  else say('You have changed nothing yet. Click a box in the model, and knock it out.');
+  else make(row, 'span', 'soft small', 'Nothing is changed yet: click a box in the model, knock it out.');
+}
+
+function reset() {
+  hands = structuredClone(UNTOUCHED);
+  for (const [id, value] of [['top_k', config.top_k], ['temperature', 0]]) {
+    $(id).value = value;
+    $(id).oninput();                // which updates the page
+  }
 }
 
 function paintNext() {
   const [prob, old] = [now, before].map(answer => softmax(answer.logits.at(-1)));
-  const box = $('next');
-  box.replaceChildren();
-  const tail = idx.slice(-3).map(wordOf).join(' ');
-  $('next-hint').textContent = `The most probable tokens after “${idx.length > 3 ? '… ' : ''}${tail}”. ` +
-    `Click one to write it.${isTouched() ? ' The mark: without your changes.' : ''}`;
   const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 8);
+  $('next').replaceChildren();
   best.forEach((id, i) => {
-    const line = button(box, `next${i}`, '', () => {
+    const line = button($('next'), `next${i}`, '', () => {
       $('text').value += decode([tokens[id]]);
       readText([...ids, id]);
     });
@@ -379,11 +343,26 @@ function paintNext() {
   });
 }
 
-// ---- Controls -----------------------------------------------------------------------------------
+function paintPair() {
+  const everywhere = { ...hands, force: {} };            // a forced token is one of the text above
+  const [first, second] = ['pair0', 'pair1'].map(box => {
+    const idx = readable([EOT, ...encode($(box).value, rank)]);
+    const [score, old] = [everywhere, UNTOUCHED].map(hands => -total(read(box, idx, hands).nats));
+    $(`${box}-score`).textContent = number(score, 2);
+    return { score, old };
+  });
+  const prefers = gap => Math.abs(gap) < 0.005 ? 'both equally' :
+    `the ${gap > 0 ? 'first' : 'second'}, by ${number(Math.abs(gap), 2)} nats: e to this power, ` +
+    `${Math.exp(Math.abs(gap)).toPrecision(2)} times, as probable`;
+  $('verdict').textContent = `The model prefers ${prefers(first.score - second.score)}.` +
+    (isTouched() ? ` Untouched it prefers ${prefers(first.old - second.old)}.` : '');
+}
 
-// A slider with its name, its value, and a line that explains it.
+// ---- Sliders ------------------------------------------------------------------------------------
+
+// Its name, its value, and a line that explains it. act(value) -> what to show as the value
 function slider(parent, id, name, hint, [min, max, step], value, act) {
-  const box = make(parent, 'div', 'slider');
+  const box = make($(parent), 'div', 'slider');
   make(box, 'label', '', name).htmlFor = id;
   const shown = make(box, 'output');
   const input = make(box, 'input');
@@ -394,112 +373,76 @@ function slider(parent, id, name, hint, [min, max, step], value, act) {
 }
 
 function makeRouter() {
-  const fewest = Math.min(...Object.values(before.routes).map(route => route.gate_NE[0].length));
-  slider($('router'), 'top_k', 'K, the choices of a token', `It was trained with ${config.top_k}. With 1, ` +
-    'a token takes only its best choice; with more, weaker ones join in.', [1, fewest, 1],
+  const fewest = Math.min(...layers().map(layer => now.routes[layer].gate_NE[0].length));
+  slider('router', 'top_k', 'K: how many boxes a token takes', `It was trained with ${config.top_k}. ` +
+    'With 1 a token takes only its best; with more, weaker ones join in.', [1, fewest, 1],
   config.top_k, value => {
     hands.top_k = value;
     update();
     return value;
   });
-  slider($('router'), 'temperature', 'Temperature of the router', 'It divides the scores (trained: 1). ' +
-    'Cold, the best choice gets nearly all; hot, the gates become even.', [-1, 1, 0.05], 0, value => {
+  slider('router', 'temperature', 'Temperature of the router', 'The scores are divided by it (trained: ' +
+    '1). Cold, the best box gets nearly all; hot, the gates become even.', [-1, 1, 0.05], 0, value => {
     hands.temperature = 10 ** value;
     update();
-    return hands.temperature.toFixed(2);
+    return number(hands.temperature, 2);
   });
 }
 
-function makePair() {
-  ['The dogs near the tree are happy.', 'The dogs near the tree is happy.'].forEach((text, i) => {
-    const row = make($('pair'), 'div', 'sentence');
-    make(row, 'label', 'hidden', `sentence ${i + 1}`).htmlFor = `pair${i}`;
-    const input = make(row, 'input');
-    Object.assign(input, { id: `pair${i}`, type: 'text', maxLength: 500, value: text });
-    input.oninput = paintPair;
-    make(row, 'output', 'figure').id = `score${i}`;
-  });
-}
-
-function paintPair() {
-  const everywhere = { ...hands, force: {} };            // a token of the text above stays there
-  const scores = [0, 1].map(i => {
-    const idx = readable([EOT, ...encode($(`pair${i}`).value, rank)]);
-    return [everywhere, UNTOUCHED].map(hands => -sum(read(`pair${i}`, idx, hands).nats));
-  });
-  scores.forEach(([score], i) => {
-    $(`score${i}`).textContent = score.toFixed(2).replace('-', '−');
-  });
-  const [gap, old] = [0, 1].map(h => scores[0][h] - scores[1][h]);
-  const prefers = gap => Math.abs(gap) < 0.005 ? 'both equally' :
-    `the ${gap > 0 ? 'first' : 'second'}, by ${Math.abs(gap).toFixed(2)} nats`;
-  const times = Math.exp(Math.abs(gap));
-  $('verdict').textContent = `The model prefers ${prefers(gap)}` +
-    (times > 1.05 ? `: ${times < 1e4 ? times.toFixed(1) : times.toExponential(0)} times as probable.` : '.') +
-    (isTouched() ? ` Untouched it prefers ${prefers(old)}.` : '');
-}
-
-const SIZES = {                     // what the sliders change; n_embd takes the other widths along
+const SIZES = {                     // of the config: those that it has become sliders
   n_block: ['Blocks in a layer', 'More to choose from: more to store, and to attend in.'],
   n_expert: ['Experts', 'More to choose from: more to store.'],
-  n_att: ['Attention modules in a layer', 'More to choose from: more to store.'],
-  n_ffd: ['FFN modules in a layer', 'More to choose from: more to store.'],
-  top_k: ['K', 'How many of them a token takes: this is what it pays for.'],
+  n_att: ['Attention modules', 'More to choose from: more to store.'],
+  n_ffd: ['FFN modules', 'More to choose from: more to store.'],
+  top_k: ['K', 'How many of them a token takes: it pays for these.'],
   n_embd: ['Width', 'Of the whole model: most costs grow with its square.'],
 };
-const WIDTHS = ['n_embd', 'n_embd_parallel', 'd_att', 'd_ffd'];
+const OTHER_WIDTHS = ['n_embd_parallel', 'd_att', 'd_ffd'];      // they go along with n_embd
 
 function makeCost() {
-  const value = {};
-  for (const key in SIZES) if (key in config) value[key] = [config[key]].flat()[0];
-  for (const key in value) {
+  const c = { ...config };
+  for (const key in SIZES) {
+    if (!(key in config)) continue;
+    const value = [config[key]].flat()[0];               // of the first layer, if layers differ
     const step = key === 'n_embd' ? config.n_embd / 4 : 1;
-    slider($('sliders'), `cost-${key}`, ...SIZES[key], [step, 16 * step, step], value[key], chosen => {
-      value[key] = chosen;
-      paintCost(value);
+    slider('sliders', `cost-${key}`, ...SIZES[key], [step, 16 * step, step], value, chosen => {
+      c[key] = chosen === value ? config[key] : chosen;
+      for (const width of OTHER_WIDTHS) c[width] = config[width] * c.n_embd / config.n_embd;
+      paintCost(c);
       return chosen;
     });
   }
 }
 
-function paintCost(value) {
-  const c = { ...config };
-  for (const key in value) if (value[key] !== [config[key]].flat()[0]) c[key] = value[key];
-  for (const key of WIDTHS) c[key] = config[key] * value.n_embd / config.n_embd;
+function paintCost(c) {
   const { total, active, attention } = COST[live.model](c);
-  const flops = 6 * active + 6 * attention * c.block_size;       // tools/flops.py
-  $('cost').replaceChildren();
-  for (const [figure, name] of [[total, 'parameters to store'], [active, 'active: used by a token'],
-    [flops / 3, 'FLOPs to read a token']]) {
-    const box = make($('cost'), 'div');
-    make(box, 'div', 'figure', number(figure));
-    make(box, 'div', 'soft small', name);
-  }
-  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. To train on it ` +
-    `takes ${number(flops)} FLOPs, three times as many, at a context of ${c.block_size} tokens.`;
+  const flops = 6 * active + 6 * attention * c.block_size;       // as in tools/flops.py
+  $('cost-total').textContent = whole(total);
+  $('cost-active').textContent = whole(active);
+  $('cost-flops').textContent = whole(flops / 3);
+  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. To train on ` +
+    `it takes ${whole(flops)} FLOPs, three times as many, at a context of ${c.block_size} tokens.`;
 }
 
 // ---- Begin --------------------------------------------------------------------------------------
 
 $('k').textContent = config.top_k;
-$('source').textContent = `${live.model}.py of nanopaths, ${number(live.parameters)} parameters, ` +
+$('source').textContent = `${live.model}.py of nanopaths, ${whole(live.parameters)} parameters, ` +
   `run ${visible(live.name)}, trained on ${visible(live.data)}.`;
-$('legend').textContent = 'A token is a word or a part of one. The bars below it are its gates, a bar for ' +
-  'each layer, from the first down, a colour for each choice. ▾ ▴: your changes made it less or more probable.';
-for (const text of EXAMPLES) {
-  make($('examples'), 'button', 'small', text).onclick = () => {
-    $('text').value = text;
+for (const example of document.querySelectorAll('#examples button')) {
+  example.onclick = () => {
+    $('text').value = example.textContent;
     readText();
   };
 }
 $('text').value = live.prompt;
 $('text').oninput = () => readText();
+$('pair0').oninput = $('pair1').oninput = paintPair;
 $('go').onclick = () => isWriting ? isWriting = false : goOn();
 $('tokens').onkeydown = event => {
   if (event.key === 'ArrowRight') event.target.nextSibling?.focus();
   if (event.key === 'ArrowLeft') event.target.previousSibling?.focus();
 };
-makePair();
 readText();
 makeRouter();
 makeCost();
