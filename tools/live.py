@@ -35,7 +35,7 @@ def describe(path, prompt):
         adapted = ' with adapters' if ckpt['adapted'] else ''
         raise UserError(f'--live knows {" and ".join(MODELS)}, not {name}{adapted}')
     if tokenizer.kind not in ('bpe', 'gpt2', 'bytes'):
-        raise UserError(f'--live knows byte-level BPE and bytes, not a tokenizer of {tokenizer.kind}')
+        raise UserError(f'--live knows byte-level BPE and bytes, not {tokenizer.kind}')
     if name == 'moduleformer':
         model = import_model(name).absorb_inserted(model)    # inserted modules, among the others
     elif not model.config.n_parallel:
@@ -59,7 +59,7 @@ def fill(data):
 
 
 def write_live(path, prompt, out):
-    data = describe(path, prompt or 'The dogs near the tree are')
+    data = describe(path, prompt or 'The dogs near the tree')
     out = out or Path(data.pop('folder'), 'live.html')
     page = fill(data)
     with new_file(out) as file:

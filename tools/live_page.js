@@ -49,6 +49,7 @@ const number = (value, digits) => value.toFixed(digits).replace('-', '−');
 const signed = (value, digits) => (value < 0 ? '' : '+') + number(value, digits);
 const whole = value => Math.round(value).toLocaleString('en');
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
+const meanLoss = answer => total(answer.nats) / Math.max(1, idx.length - 1);
 const layers = () => Object.keys(now.routes);
 const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
 
@@ -212,6 +213,7 @@ function paintBox(row, layer, e, gate, score) {
   const box = button(row, place, '', () => {
     picked = picked === place ? null : place;
     paint();
+    $('panel').scrollIntoView({ block: 'nearest' });
   });
   colour(box, e);
   box.style.setProperty('--gate', 100 * gate + '%');
@@ -220,7 +222,8 @@ function paintBox(row, layer, e, gate, score) {
   box.setAttribute('aria-pressed', picked === place);
   make(box, 'small', 'kind', `${kindOf(layer)[0]} `);
   make(box, 'small', '', e);
-  make(box, 'b', '', isOut ? 'out' : gate > 0 ? `${(100 * gate).toFixed(0)}%` : '·');
+  const share = gate < 0.005 ? '<1%' : `${(100 * gate).toFixed(0)}%`;
+  make(box, 'b', '', isOut ? 'out' : gate > 0 ? share : '·');
   make(box, 'small', 'kind', 'score ');
   make(box, 'small', '', number(score, 1));
 }
@@ -281,10 +284,19 @@ function paintPanel() {
     update();
   }).disabled = isOut;
   make(row, 'span', 'soft small', 'This one token takes nothing else in this layer: a gate of 100%.');
+  if (isTouched()) paintChange(make(panel, 'p', '', 'Loss of the text: '));
+}
+
+// The loss with the changes, and without them.
+function paintChange(parent) {
+  const [mean, old] = [now, before].map(meanLoss);
+  const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
+  parent.append(`${number(mean, 2)}, untouched ${number(old, 2)}: `);
+  make(parent, 'b', word, `${signed(mean - old, 2)}, ${word}`);
 }
 
 function paintLoss() {
-  const [mean, old] = [now, before].map(answer => total(answer.nats) / (idx.length - 1));
+  const mean = meanLoss(now);
   const box = $('loss');
   box.replaceChildren();
   if (idx.length === 1) {
@@ -292,11 +304,7 @@ function paintLoss() {
   } else {
     make(box, 'span', 'figure', number(mean, 2));
     box.append(' nats per token');
-    if (isTouched()) {
-      const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
-      box.append(`; untouched ${number(old, 2)}: `);
-      make(box, 'b', word, `${signed(mean - old, 2)}, ${word}`);
-    }
+    if (isTouched()) paintChange(make(box, 'p'));
     make(box, 'p', 'soft small', 'The loss, the mean surprise: 0 is certainty. Here the model is as ' +
       `unsure as if ${Math.exp(mean).toFixed(1)} tokens were equally probable each time.`);
   }
@@ -351,9 +359,10 @@ function paintPair() {
     $(`${box}-score`).textContent = number(score, 2);
     return { score, old };
   });
+  const times = ratio => ratio < 10 ? number(ratio, 1) : whole(ratio);
   const prefers = gap => Math.abs(gap) < 0.005 ? 'both equally' :
-    `the ${gap > 0 ? 'first' : 'second'}, by ${number(Math.abs(gap), 2)} nats: e to this power, ` +
-    `${Math.exp(Math.abs(gap)).toPrecision(2)} times, as probable`;
+    `the ${gap > 0 ? 'first' : 'second'}, by ${number(Math.abs(gap), 2)} nats: ` +
+    `${times(Math.exp(Math.abs(gap)))} times as probable`;
   $('verdict').textContent = `The model prefers ${prefers(first.score - second.score)}.` +
     (isTouched() ? ` Untouched it prefers ${prefers(first.old - second.old)}.` : '');
 }
