@@ -186,7 +186,8 @@ def test_hostile_text_is_shown_and_nothing_is_sent(smoke, tmp_path):
     data = live.describe(smoke('config/moep.py'), HOSTILE) | dict(name=HOSTILE, data=HOSTILE)
     seen, console = browse(live.fill(data), """
         const blocked = [];
-        document.addEventListener('securitypolicyviolation', event => blocked.push(event.blockedURI));
+        document.addEventListener(
+            'securitypolicyviolation', event => blocked.push(event.blockedURI));
         await fetch('http://127.0.0.1:9/a').catch(() => 0);
         const image = new Image();
         image.src = 'http://127.0.0.1:9/b';
