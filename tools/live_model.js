@@ -102,7 +102,7 @@ function attend(qkv, H, run, name) {
 }
 
 function activate(h, swiglu) {
-  const gelu = z => z / (1 + Math.exp(-2 * Math.sqrt(2 / Math.PI) * (z + 0.044715 * z ** 3)));
+  const gelu = z => z / (1 + Math.exp(-2 * Math.sqrt(2 / Math.PI) * (z + 0.044715 * z * z * z)));
   if (!swiglu) return h.map(row => each(row, gelu));          // its approximation by tanh
   return h.map(row => {
     const up = row.subarray(row.length / 2);
