@@ -15,6 +15,7 @@ import torch
 
 from conftest import ROOT
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.settings import import_model
 from tools import live
 from tools.flops import training_flops
 
@@ -32,12 +33,21 @@ TEXTS += [RNG.choice(['', ' ', '\n']).join(RNG.choices(WORDS, k=6)) for _ in ran
 NO_HANDS = dict(out=[], force={}, top_k=2, temperature=1)
 
 
-@pytest.fixture(scope='module', params=['moep', 'moduleformer'])
+VARIANTS = dict(moep={}, moduleformer={}, swiglu=dict(swiglu=True, expert_hidden=40),
+                inserted=dict(n_ffd=[3, 8, 5], new_att=1, new_ffd=2),
+                identity_kv=dict(identity_kv=True, d_att=96, n_head=1))
+
+
+@pytest.fixture(scope='module', params=VARIANTS)
 def wild_run(request, smoke, tmp_path_factory):
     """A run with random weights, so that neither gates nor logits are near each other."""
     folder = tmp_path_factory.mktemp('live') / request.param
-    shutil.copytree(smoke(f'config/{request.param}.py'), folder)
+    model = 'moep' if request.param in ('moep', 'swiglu') else 'moduleformer'
+    shutil.copytree(smoke(f'config/{model}.py'), folder)
     ckpt = torch.load(folder / 'ckpt.pt', weights_only=True)
+    ckpt['config'] |= VARIANTS[request.param]
+    module = import_model(model)
+    ckpt['weights'] = module.Model(module.Config(**ckpt['config'])).state_dict()
     torch.manual_seed(0)
     for p in ckpt['weights'].values():
         p.copy_((p + 0.1 * torch.randn(p.shape)).half())         # what the page holds: float16
@@ -96,7 +106,8 @@ def test_the_page_computes_what_torch_does(wild_run, tmp_path):
         dict(out=[f'{second}/2']), dict(out=[f'{first}/0', f'{first}/1', f'{second}/3']),
         dict(top_k=1), dict(top_k=4), dict(temperature=0.3),
         dict(force={f'{second}/0': 3, f'{second}/1': 0}, top_k=3, temperature=2))]
-    cases = [(text, NO_HANDS) for text in TEXTS] + [(TEXTS[3], touched) for touched in hands]
+    texts = TEXTS if wild_run.name in ('moep', 'moduleformer') else TEXTS[:5]
+    cases = [(text, NO_HANDS) for text in texts] + [(TEXTS[3], touched) for touched in hands]
     assert len(TEXTS) == 50
     seen, console = browse(live.fill(live.describe(wild_run, '')), f"""
         const base64 = rows => btoa(rows.map(row => String.fromCharCode(
@@ -130,6 +141,7 @@ def test_the_page_computes_what_torch_does(wild_run, tmp_path):
 
 @pytest.mark.slow
 @in_a_browser
+@pytest.mark.parametrize('wild_run', ['moep', 'moduleformer'], indirect=True)
 def test_the_page_shows_it(wild_run, tmp_path):
     """Type, knock out, undo, force, change sizes: the figures are torch's and count_params'."""
     texts = ['The dogs near the tree are', 'The dogs are happy.', 'The dogs is happy.']

@@ -60,7 +60,8 @@ def fill(data):
 
 def write_live(path, prompt, out):
     data = describe(path, prompt or 'The dogs near the tree')
-    out = out or Path(data.pop('folder'), 'live.html')
+    folder = data.pop('folder')
+    out = out or Path(folder, 'live.html')
     page = fill(data)
     with new_file(out) as file:
         file.write(page)

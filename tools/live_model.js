@@ -4,7 +4,7 @@
 // one per output, as in nn.Linear. A stack of blocks is a list of matrices: qkv[p] is that of
 // block p. Weights hang in a tree by their names: 'parallel.0.qkv' is weights.parallel[0].qkv.
 //
-// `run` is one pass through the model: its config; `past`, how many tokens an earlier pass has read;
+// `run` is one pass through the model: its config; `past`, how many tokens an earlier pass read;
 // join(name, rows), which puts what that pass found for them before the rows of the new ones; and
 // `hands`, what the reader of the page changes: { out: ['parallel.0/2'], that choice 2 is knocked
 // out; force: {'parallel.0/5': 2}, that token 5 takes only choice 2; top_k; temperature }.
@@ -102,12 +102,15 @@ function attend(qkv, H, run, name) {
 }
 
 function activate(h, swiglu) {
-  const gelu = z => z / (1 + Math.exp(-2 * Math.sqrt(2 / Math.PI) * (z + 0.044715 * z * z * z)));
-  if (!swiglu) return h.map(row => each(row, gelu));          // its approximation by tanh
+  if (!swiglu) return h.map(row => each(row, gelu));
   return h.map(row => {
     const up = row.subarray(row.length / 2);
     return each(row.subarray(0, up.length), (gate, i) => gate / (1 + Math.exp(-gate)) * up[i]);
   });
+}
+
+function gelu(z) {                  // its approximation by tanh
+  return z / (1 + Math.exp(-2 * Math.sqrt(2 / Math.PI) * (z + 0.044715 * z * z * z)));
 }
 
 function block(x, w, run, layer) {
@@ -164,7 +167,7 @@ function pool(x, w, run, layer, module) {
 }
 
 function moduleformer(idx, w, run) {
-  const gelu = z => z / 2 * (1 + erf(z / Math.SQRT2));
+  const exact_gelu = z => z / 2 * (1 + erf(z / Math.SQRT2));
   let x = idx.map(id => w.wte.weight[id]);
   for (const i in w.blocks) {
     const { ln_1, ln_2, att, ffd } = w.blocks[i];
@@ -177,7 +180,7 @@ function moduleformer(idx, w, run) {
     }));
     n = norm(x, ln_2);
     x = add(x, pool(n, ffd, run, `blocks.${i}.ffd`, (x_RD, tokens, e) => {
-      const h_RF = linear(x_RD, ffd.fc.weight[e]).map(row => each(row, gelu));
+      const h_RF = linear(x_RD, ffd.fc.weight[e]).map(row => each(row, exact_gelu));
       return linear(h_RF, ffd.down.weight[e]);
     }));
   }
@@ -186,7 +189,7 @@ function moduleformer(idx, w, run) {
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-// x @ w.T + b, for four tokens and two outputs at a time: a number that is read serves for several.
+// x @ w.T + b. Four tokens and two outputs at a time: it is quicker to read a number only once.
 function linear(x, w, b) {
   const y = x.map(() => new Float32Array(w.length));
   for (let t = 0; t < x.length; t += 4) {
@@ -271,7 +274,7 @@ function erf(z) {                   // Abramowitz and Stegun 7.1.26, within 1.5e
   return Math.sign(z) * (1 - poly * Math.exp(-z * z));
 }
 
-// ---- What it costs: count_params, from a config alone; the width of attention (tools/flops.py) ----
+// ---- What it costs: count_params from a config alone, the width of attention (tools/flops.py) ---
 
 // used: parameters that all tokens use, idle: that none multiplies; routed: [number of pools,
 // choices of a pool, parameters of a choice]
@@ -304,7 +307,8 @@ const COST = {
     const embeddings = [...att, ...ffd].reduce((sum, n) => sum + n * c.d_router, 0);
     const kv = c.identity_kv ? 0 : 2 * D * c.d_att;
     const used = V * D + 2 * D + L * (4 * D + kv + 2 * D * c.d_router) + embeddings;
-    const routed = [...att.map(n => [1, n, 2 * D * c.d_att]), ...ffd.map(n => [1, n, 2 * D * c.d_ffd])];
+    const routed = [
+      ...att.map(n => [1, n, 2 * D * c.d_att]), ...ffd.map(n => [1, n, 2 * D * c.d_ffd])];
     return tally(c.top_k, used, V * D, routed, L * c.top_k * c.d_att);
   },
 };
@@ -315,13 +319,16 @@ const MODELS = { moep, moduleformer };
 const POWERS = Array.from({ length: 32 }, (_, exponent) => 2 ** (exponent - 25));
 
 // The model's answer to token ids, at most block_size: logits; routes {layer: {score_NE, gate_NE}};
-// nats, the loss of each token but the first. `known` is an earlier answer with the same hands: what
-// it says about tokens that both begin with is not computed again.
+// nats, the loss of each token but the first. `known` is an earlier answer with the same hands:
+// what it says about tokens that both begin with is not computed again.
 function forward(live, idx, hands, known) {
   let past = 0;
   while (known && past < idx.length - 1 && idx[past] === known.idx[past]) past++;
   const rows = {};
-  const join = (name, fresh) => rows[name] = [...(known?.rows[name] ?? []).slice(0, past), ...fresh];
+  const join = (name, fresh) => {
+    rows[name] = past ? [...known.rows[name].slice(0, past), ...fresh] : fresh;
+    return rows[name];
+  };
   const run = { config: live.config, hands, past, join, routes: {} };
   const logits = join('logits', MODELS[live.model](idx.slice(past), live.weights, run));
   const loss = (id, i) => past + i ? cross_entropy(logits[past + i - 1], id) : 0;
@@ -354,7 +361,7 @@ function unpackWeights(base64, shapes) {
   return weights;
 }
 
-// ---- The tokenizer: byte-level BPE, as tiktoken does it ------------------------------------------
+// ---- The tokenizer: byte-level BPE, as tiktoken does it -----------------------------------------
 
 const PATTERN = new RegExp([
   "'(?:[sdmt]|ll|ve|re)", ' ?\\p{L}+', ' ?\\p{N}+', ' ?[^\\p{White_Space}\\p{L}\\p{N}]+',

@@ -9,8 +9,8 @@ const rank = new Map(tokens.map((token, id) => [token, id]));
 const UNTOUCHED = { out: [], force: {}, top_k: config.top_k, temperature: 1 };
 const HUES = [250, 65, 150, 15, 305, 105, 200, 345];
 const KINDS = {                     // of a layer, by the end of its name: a choice, what it does
-  shrink: ['expert', 'halves the width'],
-  grow: ['expert', 'doubles it again'],
+  shrink: ['expert', 'to fewer numbers per token'],
+  grow: ['expert', 'back to the full size'],
   att: ['module', 'attention'],
   ffd: ['module', 'feed-forward'],
 };
@@ -48,6 +48,7 @@ const percent = part => (100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0) 
 const number = (value, digits) => value.toFixed(digits).replace('-', '−');
 const signed = (value, digits) => (value < 0 ? '' : '+') + number(value, digits);
 const whole = value => Math.round(value).toLocaleString('en');
+const times = ratio => ratio < 10 ? number(ratio, 1) : whole(ratio);
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
 const meanLoss = answer => total(answer.nats) / Math.max(1, idx.length - 1);
 const layers = () => Object.keys(now.routes);
@@ -161,8 +162,8 @@ function paintTokens() {
     token.style.marginLeft = tokens[id]?.startsWith(' ') ? '5px' : 0;
     if (layer && !now.routes[layer].gate_NE[t][e]) token.classList.add('dim');
     const change = now.nats[t] - before.nats[t];
-    const word = make(token, 'span', change > 0.2 ? 'less' : change < -0.2 ? 'more' : '', wordOf(id));
-    let label = `${word.textContent}, probability ${percent(Math.exp(-now.nats[t]))}`;
+    make(token, 'span', change > 0.2 ? 'less' : change < -0.2 ? 'more' : '', wordOf(id));
+    let label = `${wordOf(id)}, probability ${percent(Math.exp(-now.nats[t]))}`;
     for (const layer of layers()) {
       const gate_E = now.routes[layer].gate_NE[t];
       const bar = make(token, 'span', 'bar');
@@ -220,6 +221,8 @@ function paintBox(row, layer, e, gate, score) {
   if (gate > 0) box.classList.add('on');
   if (isOut) box.classList.add('out');
   box.setAttribute('aria-pressed', picked === place);
+  box.setAttribute('aria-label', `${kindOf(layer)[0]} ${e} of ${layer}, ` +
+    `${isOut ? 'knocked out' : 'gate ' + percent(gate)}, score ${number(score, 1)}`);
   make(box, 'small', 'kind', `${kindOf(layer)[0]} `);
   make(box, 'small', '', e);
   const share = gate < 0.005 ? '<1%' : `${(100 * gate).toFixed(0)}%`;
@@ -259,10 +262,12 @@ function paintPanel() {
   const { gate_NE } = now.routes[layer];
   const mine = tokensOf(gate_NE, e).map(t => `${wordOf(idx[t])} ${percent(gate_NE[t][e])}`);
   make(panel, 'b', '', `${kindOf(layer)[0]} ${e} of ${layer}`);
-  make(panel, 'p', 'small', `${mine.length} of ${idx.length} tokens take it. ${mine.join(' · ')}`);
+  make(panel, 'p', 'small', `${mine.length} of ${idx.length} tokens take it (the others are ` +
+    `pale above): ${mine.join(' · ')}`);
 
   const isOut = hands.out.includes(picked);
-  const others = gate_NE[0].filter((_, other) => other !== e && !hands.out.includes(`${layer}/${other}`));
+  const isOpen = other => other !== e && !hands.out.includes(`${layer}/${other}`);
+  const others = [...gate_NE[0].keys()].filter(isOpen);
   let row = make(panel, 'div', 'row');
   button(row, 'knock', isOut ? 'Put it back' : 'Knock it out', () => {
     hands.out = isOut ? hands.out.filter(place => place !== picked) : [...hands.out, picked];
@@ -271,19 +276,19 @@ function paintPanel() {
     }
     update();
   }).disabled = !others.length;
-  make(row, 'span', 'soft small', others.length ? 'Its score becomes −∞: every token that took it ' +
-    'takes its next best instead.' : 'The last one of a layer stays.');
+  make(row, 'span', 'hint', others.length ? 'Its score becomes −∞: tokens that took it take their ' +
+    'next best instead.' : 'The last one of a layer stays.');
 
   const place = `${layer}/${looked}`;
   const word = wordOf(idx[looked]);
   const isForced = hands.force[place] === e;
   row = make(panel, 'div', 'row');
-  button(row, 'force', isForced ? `Let “${word}” choose again` : `Send “${word}” here`, () => {
+  button(row, 'force', isForced ? `Let “${word}” choose` : `Send “${word}” here`, () => {
     if (isForced) delete hands.force[place];
     else hands.force[place] = e;
     update();
   }).disabled = isOut;
-  make(row, 'span', 'soft small', 'This one token takes nothing else in this layer: a gate of 100%.');
+  make(row, 'span', 'hint', 'This one token takes nothing else in this layer: a gate of 100%.');
   if (isTouched()) paintChange(make(panel, 'p', '', 'Loss of the text: '));
 }
 
@@ -305,11 +310,11 @@ function paintLoss() {
     make(box, 'span', 'figure', number(mean, 2));
     box.append(' nats per token');
     if (isTouched()) paintChange(make(box, 'p'));
-    make(box, 'p', 'soft small', 'The loss, the mean surprise: 0 is certainty. Here the model is as ' +
-      `unsure as if ${Math.exp(mean).toFixed(1)} tokens were equally probable each time.`);
+    make(box, 'p', 'hint', 'The loss, the mean surprise: 0 is certainty. Here the model is as ' +
+      `unsure as if ${times(Math.exp(mean))} tokens were equally probable each time.`);
   }
   if (ids.length > idx.length) {
-    make(box, 'p', 'soft small', `It reads the last ${idx.length} of ${ids.length} tokens.`);
+    make(box, 'p', 'hint', `It reads the last ${idx.length} of ${ids.length} tokens.`);
   }
   const forced = Object.entries(hands.force).map(([place, e]) => {
     const [layer, t] = place.split('/');
@@ -318,10 +323,10 @@ function paintLoss() {
   const row = $('changes');
   row.replaceChildren();
   for (const text of [...hands.out.map(place => `without ${place}`), ...forced]) {
-    make(row, 'span', 'soft small', text);
+    make(row, 'span', 'hint', text);
   }
   if (isTouched()) button(row, 'undo', 'Undo all', reset);
-  else make(row, 'span', 'soft small', 'Nothing is changed yet: click a box in the model, knock it out.');
+  else make(row, 'span', 'hint', 'Nothing is changed yet: click a box in the model, knock it out.');
 }
 
 function reset() {
@@ -359,7 +364,6 @@ function paintPair() {
     $(`${box}-score`).textContent = number(score, 2);
     return { score, old };
   });
-  const times = ratio => ratio < 10 ? number(ratio, 1) : whole(ratio);
   const prefers = gap => Math.abs(gap) < 0.005 ? 'both equally' :
     `the ${gap > 0 ? 'first' : 'second'}, by ${number(Math.abs(gap), 2)} nats: ` +
     `${times(Math.exp(Math.abs(gap)))} times as probable`;
@@ -376,22 +380,22 @@ function slider(parent, id, name, hint, [min, max, step], value, act) {
   const shown = make(box, 'output');
   const input = make(box, 'input');
   Object.assign(input, { id, type: 'range', min, max, step, value });
-  make(box, 'span', 'soft small', hint);
+  make(box, 'span', 'hint', hint);
   input.oninput = () => { shown.textContent = act(Number(input.value)); };
   shown.textContent = act(value);
 }
 
 function makeRouter() {
   const fewest = Math.min(...layers().map(layer => now.routes[layer].gate_NE[0].length));
-  slider('router', 'top_k', 'K: how many boxes a token takes', `It was trained with ${config.top_k}. ` +
+  slider('router', 'top_k', 'K: how many boxes a token takes', `Trained with ${config.top_k}. ` +
     'With 1 a token takes only its best; with more, weaker ones join in.', [1, fewest, 1],
   config.top_k, value => {
     hands.top_k = value;
     update();
     return value;
   });
-  slider('router', 'temperature', 'Temperature of the router', 'The scores are divided by it (trained: ' +
-    '1). Cold, the best box gets nearly all; hot, the gates become even.', [-1, 1, 0.05], 0, value => {
+  slider('router', 'temperature', 'Router temperature', 'It divides the scores: trained with 1. ' +
+    'Cold, the best box gets nearly all; hot, the gates become even.', [-1, 1, 0.05], 0, value => {
     hands.temperature = 10 ** value;
     update();
     return number(hands.temperature, 2);
@@ -429,8 +433,8 @@ function paintCost(c) {
   $('cost-total').textContent = whole(total);
   $('cost-active').textContent = whole(active);
   $('cost-flops').textContent = whole(flops / 3);
-  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. To train on ` +
-    `it takes ${whole(flops)} FLOPs, three times as many, at a context of ${c.block_size} tokens.`;
+  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. At ` +
+    `${c.block_size} tokens of context, training on it takes three times the FLOPs: ${whole(flops)}.`;
 }
 
 // ---- Begin --------------------------------------------------------------------------------------
