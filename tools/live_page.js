@@ -262,8 +262,8 @@ function paintPanel() {
   const { gate_NE } = now.routes[layer];
   const mine = tokensOf(gate_NE, e).map(t => `${wordOf(idx[t])} ${percent(gate_NE[t][e])}`);
   make(panel, 'b', '', `${kindOf(layer)[0]} ${e} of ${layer}`);
-  make(panel, 'p', 'small', `${mine.length} of ${idx.length} tokens take it (the others are ` +
-    `pale above): ${mine.join(' · ')}`);
+  make(panel, 'p', 'small', mine.length ? `${mine.length} of ${idx.length} tokens take it, the ` +
+    `others are pale in the text: ${mine.join(' · ')}` : 'No token takes it.');
 
   const isOut = hands.out.includes(picked);
   const isOpen = other => other !== e && !hands.out.includes(`${layer}/${other}`);
@@ -276,8 +276,8 @@ function paintPanel() {
     }
     update();
   }).disabled = !others.length;
-  make(row, 'span', 'hint', others.length ? 'Its score becomes −∞: tokens that took it take their ' +
-    'next best instead.' : 'The last one of a layer stays.');
+  make(row, 'span', 'hint', others.length ? 'Its score becomes −∞: tokens that took it take ' +
+    'their next best instead.' : 'The last one of a layer stays.');
 
   const place = `${layer}/${looked}`;
   const word = wordOf(idx[looked]);
@@ -289,14 +289,14 @@ function paintPanel() {
     update();
   }).disabled = isOut;
   make(row, 'span', 'hint', 'This one token takes nothing else in this layer: a gate of 100%.');
-  if (isTouched()) paintChange(make(panel, 'p', '', 'Loss of the text: '));
+  if (isTouched()) paintChange(make(panel, 'p', '', `Loss ${number(meanLoss(now), 2)}, `));
 }
 
-// The loss with the changes, and without them.
+// What the changes do to the loss.
 function paintChange(parent) {
   const [mean, old] = [now, before].map(meanLoss);
   const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
-  parent.append(`${number(mean, 2)}, untouched ${number(old, 2)}: `);
+  parent.append(`untouched ${number(old, 2)}: `);
   make(parent, 'b', word, `${signed(mean - old, 2)}, ${word}`);
 }
 
@@ -433,8 +433,8 @@ function paintCost(c) {
   $('cost-total').textContent = whole(total);
   $('cost-active').textContent = whole(active);
   $('cost-flops').textContent = whole(flops / 3);
-  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. At ` +
-    `${c.block_size} tokens of context, training on it takes three times the FLOPs: ${whole(flops)}.`;
+  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. FLOPs are ` +
+    `at ${c.block_size} tokens of context; to train on a token takes ${whole(flops)}.`;
 }
 
 // ---- Begin --------------------------------------------------------------------------------------
