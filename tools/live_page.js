@@ -433,8 +433,8 @@ function paintCost(c) {
   $('cost-total').textContent = whole(total);
   $('cost-active').textContent = whole(active);
   $('cost-flops').textContent = whole(flops / 3);
-  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. FLOPs are ` +
-    `at ${c.block_size} tokens of context; to train on a token takes ${whole(flops)}.`;
+  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. ` +
+    `To train on it takes ${whole(flops)} FLOPs. (At ${c.block_size} tokens of context.)`;
 }
 
 // ---- Begin --------------------------------------------------------------------------------------
