@@ -61,6 +61,8 @@ def moep():
     """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
     figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
     for kind, seeds in runs('moep').items():
+        if kind == 'weight02':                           # one seed, few evaluations
+            continue
         name = NAMES['moep'][kind].replace('`', '')
         shared = min(len(run['evaluations']) for run in seeds)       # some runs were stopped
         points = [run['evaluations'][:shared] for run in seeds]
@@ -90,7 +92,7 @@ def moep():
 def moep_routes():
     """Each block's and expert's share of its layer's picks at the end, largest first."""
     routed = {kind: seeds[0] for kind, seeds in runs('moep').items()
-              if kind not in ('gpt2', 'swiglu_no_norm')}
+              if kind not in ('gpt2', 'weight02', 'swiglu_no_norm')}
     figure, axes = plt.subplots(1, len(routed), figsize=(13, 3.6), sharey=True)
     for axis, (kind, run) in zip(axes, routed.items()):
         routes = run['routes']

@@ -39,6 +39,7 @@ NAMES = dict(
         entropy='MoEP, `entropy`',
         printed='MoEP, `printed`',
         none='MoEP, no balance loss',
+        weight02='MoEP, `switch` with weight 0.2',
         swiglu='MoEP-SwiGLU, `switch`',
         swiglu_no_norm='MoEP-SwiGLU, no norm before its experts'),
     moep_controls=dict(
@@ -322,7 +323,8 @@ def moep_tasks():
         for keys, (digits, factor) in tasks.items():
             means = [factor * statistics.mean(run[key] for key in keys) for run in seeds]
             cells.append(spread(means, digits))
-        yield join(name, len(seeds), *cells)
+        if seeds:
+            yield join(name, len(seeds), *cells)
         yield join(f'{name}, the paper', 1, '', '', both, entity, '', '', wug,
                    f'{reading} (mean)', '')
 

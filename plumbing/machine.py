@@ -35,7 +35,7 @@ class Machine:
         self.dtype = getattr(torch, dtype)
         if deterministic:
             os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'    # read when a GPU is first used
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)     # torch refuses what it cannot promise
             torch.utils.deterministic.fill_uninitialized_memory = False  # that costs time only
         if self.cuda:
             torch.cuda.set_device(self.device)
