@@ -269,9 +269,9 @@ def test_what_a_block_is_worth(run, smoke, tmp_path):
 # ---- The command --------------------------------------------------------------------------------
 
 def test_the_models_of_the_docs_are_green(tmp_path):
-    """Every model file that docs/routers.md prints."""
-    page = (ROOT / 'docs/routers.md').read_text(encoding='utf-8')
-    files = [text for text in re.findall('```python\n(.*?)```', page, re.DOTALL)
+    """Every model file that README.md and docs/routers.md print."""
+    pages = ((ROOT / name).read_text(encoding='utf-8') for name in ('README.md', 'docs/routers.md'))
+    files = [text for text in re.findall('```python\n(.*?)```', '\n'.join(pages), re.DOTALL)
              if re.search('^from (moep|arena)(?s:.*)Config, Model =', text, re.M)]
     assert files
     for n, text in enumerate(files):
