@@ -68,6 +68,7 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
+    released: bool = False         # IBM's MoLM: biases and GELU in routers, tanh GELU, biased kv
     dropout: float = 0.0           # on embeddings and what pools add; helps with little text
     query_block: int = 128         # tokens whose attention is in memory at once, without kernels
     sparse: bool = True            # False: compute every module for every token, to compare
@@ -126,7 +127,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.n_choices = n_choices
-        self.B = nn.Linear(d, config.d_router, bias=False)
+        self.B = nn.Linear(d, config.d_router, bias=config.released)
         self.A = Stack(n_choices - n_new, n_new, config.d_router)    # each module's embedding
 
     def forward(self, x_ND):
@@ -137,7 +138,8 @@ class Router(nn.Module):
 
     def score(self, x_ND):                              # h(x): how good is each module?
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            hidden = F.relu(self.B(x_ND.to(self.B.weight.dtype)))
+            activate = F.gelu if self.config.released else F.relu
+            hidden = activate(self.B(x_ND.to(self.B.weight.dtype)))
             return F.linear(hidden, self.A())                   # Eq. 2; with inserted modules Eq. 9
 
     def choose(self, score_NE):                         # which K does a token take?
@@ -173,7 +175,7 @@ class AttentionModules(nn.Module):
         self.router = router(c.n_embd, n + c.new_att, c, c.new_att)
         self.q = Stack(n, c.new_att, c.n_embd, c.d_att)
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
-        self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=False)
+        self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=c.released)
 
     def forward(self, x, past):
         x_ND = x.flatten(0, 1)
@@ -215,7 +217,8 @@ class FFNModules(nn.Module):
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.fc.n_modules, self.config.sparse)
         x_RD = rows.spread(x_ND)                                # x_ND[token]
-        h_RF = F.gelu(rows.linear(x_RD, self.fc()))             # gelu(x_RD @ fc[module])
+        gelu = 'tanh' if self.config.released else 'none'
+        h_RF = F.gelu(rows.linear(x_RD, self.fc()), approximate=gelu)    # gelu(x_RD @ fc[module])
         y_RD = rows.linear(h_RF, self.down())                   # h_RF @ down[module]
         y_ND = rows.combine(y_RD)                               # sum over k of gate * row
         return y_ND.view_as(x), losses
@@ -259,7 +262,9 @@ class ModuleFormer(nn.Module):
             kind = name.split('.')[-2]
             if 'ln_' in name or ('.router.' in name and kind not in ('A', 'B')):
                 continue                 # norms; a custom router initialises its own extra weights
-            if kind in ('q', 'fc', 'kv', 'B'):           # (E, in, out) or (out, in): size(1) is in
+            if name.endswith('bias'):
+                nn.init.zeros_(p)
+            elif kind in ('q', 'fc', 'kv', 'B'):         # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
             elif kind in ('o', 'down'):                         # these add, twice per layer
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))

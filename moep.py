@@ -51,6 +51,7 @@ class MoEPConfig:
     top_k: int = 2                 # K: blocks, and experts, that each token takes
     swiglu: bool = False           # MoEP-SwiGLU: SwiGLU instead of GELU in blocks, SwiGLU experts
     expert_hidden: int = 512       # hidden width of a SwiGLU expert
+    tied: bool = True              # the embedding is also the head
     dropout: float = 0.1           # on embeddings, attention and both residual branches
     balance: str = 'switch'        # form of the balance losses: switch | entropy | printed
     sparse: bool = True            # False: compute all E choices for every token, then drop E - K
@@ -243,7 +244,7 @@ class MoEP(nn.Module):
         super().__init__()
         self.config = c = config
         before = c.n_layer // 2 if c.n_parallel else c.n_layer
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)  # also the output head
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.first = nn.ModuleList(Block(c, i) for i in range(before))
@@ -254,6 +255,8 @@ class MoEP(nn.Module):
             self.shrink = MoE(c.n_embd, c.n_embd_parallel, c, self.router)
             self.grow = MoE(c.n_embd_parallel, c.n_embd, c, self.router)
         self.ln_f = nn.LayerNorm(c.n_embd)
+        if not c.tied:
+            self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
 
     def init_weights(self):
@@ -302,7 +305,8 @@ class MoEP(nn.Module):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
-        logits = F.linear(x, self.wte.weight)
+        head = self.wte if self.config.tied else self.head
+        logits = F.linear(x, head.weight)
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
@@ -346,7 +350,9 @@ class MoEP(nn.Module):
     def count_params(self):
         """Total, and active: what one token uses. Of projections, FFNs and experts, K count."""
         total = sum(p.numel() for p in self.parameters())
-        idle = self.wpe.weight.numel()                   # only looked up; wte is also the head
+        idle = self.wpe.weight.numel()                   # only looked up
+        if not self.config.tied:                         # otherwise wte is also the head
+            idle += self.wte.weight.numel()
         for name, p in self.named_parameters():
             routed = name.startswith(('parallel', 'shrink', 'grow')) and '.router.' not in name
             if routed and any(part in name for part in ('proj', 'ln_2', 'fc', 'down')):

@@ -63,6 +63,8 @@ class PaPaformerConfig:
     hard: bool = True              # one choice per token, straight-through gradient; False: soft
     aux_form: str = 'intended'     # form of the auxiliary losses: intended | printed | released
     attn_out_proj: bool = True     # output projection in attention (the release has none)
+    rope_base: float = 10000.0     # of the rotary positions: larger turns more slowly
+    norm_eps: float = 1e-5         # added to the mean square in RMSNorm
     dropout: float = 0.0           # in the parallel blocks (in all blocks if n_parallel = 0)
 
     def __post_init__(self):
@@ -183,13 +185,13 @@ class ParallelLayer(nn.Module):
 
 # ---- The LLaMA block, for Layer Blocks, parallel blocks and paths --------------------------------
 
-def rope(x, past):
+def rope(x, past, base=10000.0):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
     grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
     turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
@@ -221,8 +223,10 @@ class Block(nn.Module):
         super().__init__()
         hidden = hidden or math.ceil(8 * d / 3 / 32) * 32
         self.n_head = n_head
+        self.rope_base = config.rope_base
         self.layer = layer
-        self.norm_1, self.norm_2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.norm_1 = nn.RMSNorm(d, eps=config.norm_eps)
+        self.norm_2 = nn.RMSNorm(d, eps=config.norm_eps)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.proj = nn.Linear(d, d, bias=False) if config.attn_out_proj else nn.Identity()
         self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
@@ -234,7 +238,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
         dropout = self.dropout.p if self.training else 0.0
-        y = attend(rope(q, past), rope(k, past), v, cache, self.layer, dropout)
+        q, k = rope(q, past, self.rope_base), rope(k, past, self.rope_base)
+        y = attend(q, k, v, cache, self.layer, dropout)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         gate, up = self.fc(self.norm_2(x)).chunk(2, dim=-1)
         return x + self.dropout(self.down(F.silu(gate) * up))
@@ -261,7 +266,7 @@ class PaPaformer(nn.Module):
             self.shrink = Share(c.n_embd, c.path_embd)
             if c.connection != 'share':                  # the last Share already maps to d_L
                 self.grow = Share(c.path_embd[0], [c.n_embd])
-        self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-5)
+        self.norm_f = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
 
@@ -355,7 +360,7 @@ def compose(paths, **settings):
     new config that do not follow from the paths. By default block_size and dropout are the largest
     of the paths', n_head is the sum of theirs, and the others are the config's defaults."""
     configs = [path.config for path in paths]
-    for name in ('vocab_size', 'n_layer', 'attn_out_proj'):
+    for name in ('vocab_size', 'n_layer', 'attn_out_proj', 'rope_base', 'norm_eps'):
         values = [getattr(c, name) for c in configs]
         assert len(set(values)) == 1, f'the paths differ in {name}: {values}'
     assert not any(c.n_parallel for c in configs), 'a path has no parallel layers (n_parallel=0)'
@@ -364,6 +369,8 @@ def compose(paths, **settings):
                    n_head=sum(c.n_head for c in configs))
     fixed = dict(vocab_size=configs[0].vocab_size,
                  attn_out_proj=configs[0].attn_out_proj,
+                 rope_base=configs[0].rope_base,
+                 norm_eps=configs[0].norm_eps,
                  n_embd=sum(c.n_embd for c in configs),
                  n_parallel=configs[0].n_layer,
                  path_embd=[c.n_embd for c in configs],

@@ -1,15 +1,15 @@
 """
-Text -> uint16 token bins and a tokenizer.
+Text -> token bins and a tokenizer.
 
     python prepare.py toy                                # toy corpora of our own, no network
     python prepare.py text --name mine --input book.txt  # your own .txt, .jsonl, .gz, .xz, .bz2
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
-A data set is a folder, data/NAME: train.bin and val.bin (uint16 token ids; one end-of-text in
-front, one after each document), meta.json and the tokenizer's own file. Documents are shuffled; a
-text with blank lines has one per paragraph (see --split). CRLF becomes \\n, Wikipedia's XML plain
-text; a byte-order mark, empty lines around a document and blank documents are dropped. Otherwise
-the text is unchanged. It need not fit into memory.
+A data set is a folder, data/NAME: train.bin and val.bin (token ids as uint16, above 65,536 tokens
+uint32; one end-of-text in front, one after each document), meta.json and the tokenizer's own file.
+Documents are shuffled; a text with blank lines has one per paragraph (see --split). CRLF becomes
+\\n, Wikipedia's XML plain text; a byte-order mark, empty lines around a document and blank
+documents are dropped. Otherwise the text is unchanged. It need not fit into memory.
 """
 
 import functools
@@ -133,13 +133,12 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
             tokenizer = wrap_tokenizer(tokenizer, *form)
         if tokenizer.file:
             (work / tokenizer.file).write_bytes(tokenizer.blob)
-        about = dict(kind=tokenizer.kind, file=tokenizer.file, hash=tokenizer.hash,
-                     vocab_size=tokenizer.n_vocab, eot=tokenizer.eot, **tokenizer.extra)
-        meta = dict(name=target.name, source=list(source), splits={}, tokenizer=about,
+        meta = dict(name=target.name, source=list(source), splits={}, dtype=tokenizer.dtype,
+                    tokenizer=tokenizer.about(),
                     settings=dict(settings, seed=seed, val_fraction=val_fraction))
         (work / 'meta.json').write_text(json.dumps(meta))        # encode_batch loads the tokenizer
         for split in spans:
-            meta['splits'][split] = encode_split(work, split, spans[split], tokenizer.end, jobs)
+            meta['splits'][split] = encode_split(work, split, spans[split], tokenizer, jobs)
         (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
         os.remove(work / 'spool')
     for split, n in meta['splits'].items():
@@ -216,22 +215,23 @@ def encode_batch(folder, spans):
     tokenizer = cached_tokenizer(folder)
     ids, words = [], 0
     for text in read_spans(folder, spans):
-        ids += [np.array(part, dtype=np.uint16) for part in tokenizer.encode_parts(text)]
-        ids.append(np.array(tokenizer.end, dtype=np.uint16))
+        ids += [np.array(part, tokenizer.dtype) for part in tokenizer.encode_parts(text)]
+        ids.append(np.array(tokenizer.end, tokenizer.dtype))
         words += len(text.split())
     return np.concatenate(ids).tobytes(), words
 
 
-def encode_split(work, split, spans, end, jobs):
+def encode_split(work, split, spans, tokenizer, jobs):
     """Write one bin; returns its counts. Words and bytes are those of the raw text."""
     n_bytes = sum(length for _, length in spans)
+    end = np.array(tokenizer.end, tokenizer.dtype)
     counts = Counter(tokens=len(end), documents=len(spans), words=0, bytes=n_bytes)
     tasks = batches(spans, 2 ** 20 // len(end))
     with open(work / f'{split}.bin', 'wb') as file:
-        file.write(np.array(end, dtype=np.uint16).tobytes())
+        file.write(end.tobytes())
         encoded = parallel(encode_batch, work, tasks, jobs)
         for ids, words in tqdm(encoded, split, len(tasks), unit='batch', leave=False, disable=None):
-            counts.update(tokens=file.write(ids) // 2, words=words)
+            counts.update(tokens=file.write(ids) // end.itemsize, words=words)
     return dict(counts)
 
 

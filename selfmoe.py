@@ -34,9 +34,9 @@ Departures from the paper, and gaps it leaves:
   it weighted the copies equally, they would get equal gradients forever. A token's K weights sum to
   1, so the mixture starts as its base, up to rounding. At K = 1 only the balance loss trains the
   router.
-- The paper starts from trained models of 1.3B to 8B parameters; here the base is trained first.
+- The paper starts from trained models of 1.3B to 8B parameters. Here the base is trained first, or
+  read by tools/import_hf.py; rope_base, norm_eps, window, d_head and tied fit those models.
 - train.py decays matrix gates, but not vector and scalar gates, as they are no matrices.
-- No sliding-window attention, which Mistral has.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
 tokens, D width, H heads, E experts, K chosen per token, F hidden width.
@@ -59,15 +59,20 @@ class SelfMoEConfig:
     n_head: int = 8                   # query heads
     n_kv_head: int = 4                # key and value heads; n_head/n_kv_head query heads share one
     n_embd: int = 256                 # width
+    d_head: int | None = None         # width of a head; None: n_embd / n_head
     ffn_hidden: int | None = None     # FFN width; None: 8/3 n_embd, rounded up to a multiple of 32
     gate: str = 'none'                # gates around the blocks: none | matrix | vector | scalar
     gate_layers: list | None = None   # blocks (from 0) that have a gate; None: all but the first
     n_expert: int = 1                 # E: SwiGLU experts per block; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
+    rope_base: float = 10000.0        # of the rotary positions: larger turns more slowly
+    norm_eps: float = 1e-6            # added to the mean square in RMSNorm
+    window: int | None = None         # tokens that a token sees, itself included; None: all
+    tied: bool = False                # the embedding is also the head
     dropout: float = 0.0              # on attention and both residual branches
 
     def __post_init__(self):
-        assert self.n_embd % (2 * self.n_head) == 0, \
+        assert self.d_head or self.n_embd % (2 * self.n_head) == 0, \
             f'a width of {self.n_embd} has no {self.n_head} heads of even width'
         assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
         assert self.gate in ('none', 'matrix', 'vector', 'scalar'), \
@@ -102,8 +107,9 @@ class SelfMoE(nn.Module):
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
         self.gates = nn.ModuleDict({str(i): Gate(c.gate, c.n_embd) for i in gated})
-        self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
-        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.norm_f = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
+        if not c.tied:
+            self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
 
     def states(self, idx, cache=None):
@@ -141,9 +147,13 @@ class SelfMoE(nn.Module):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
-            return self.head(x), None, aux
-        loss = head_loss(x, self.head.weight, targets, reduction)    # cross-entropy of self.head(x)
+            return F.linear(x, self.head_weight), None, aux
+        loss = head_loss(x, self.head_weight, targets, reduction)    # cross-entropy of the logits
         return None, loss, aux
+
+    @property
+    def head_weight(self):
+        return self.wte.weight if self.config.tied else self.head.weight
 
     def init_weights(self):
         """Std 0.02, less where a matrix adds to the residual stream, as in GPT-2."""
@@ -189,7 +199,7 @@ class SelfMoE(nn.Module):
     def count_params(self):
         """Total, and active: K of E experts, and not the embedding, which is only looked up."""
         total = sum(p.numel() for p in self.parameters())
-        idle = self.wte.weight.numel()
+        idle = 0 if self.config.tied else self.wte.weight.numel()
         for name, p in self.named_parameters():
             if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
                 idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
@@ -203,13 +213,13 @@ def mean_size(h):
 
 # ---- The LLaMA block that gates stand around -----------------------------------------------------
 
-def rope(x, past):
+def rope(x, past, base=10000.0):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
     grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
     turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
@@ -217,8 +227,9 @@ def rope(x, past):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
-def attend(q, k, v, cache, layer, dropout):
-    """Causal attention of (B, H, T, d) heads. `cache`, a (k, v) per layer, is read and extended."""
+def attend_window(q, k, v, cache, layer, dropout, window):
+    """Causal attention of (B, H, T, d) heads to the last `window` keys (None: to all). `cache`, a
+    (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -226,10 +237,13 @@ def attend(q, k, v, cache, layer, dropout):
         else:
             cache.append((k, v))
     T, S = q.size(2), k.size(2)
-    causal = True if T == S else False                   # a plain bool, which torch.compile needs
+    is_cut = True if window and window < S else False    # plain bools, which torch.compile needs
+    causal = True if T == S and not is_cut else False
     mask = None                                          # if causal, or if one query sees every key
-    if 1 < T < S:                                        # query t stands at position S - T + t
+    if is_cut or 1 < T < S:                              # query t stands at position S - T + t
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if is_cut:
+        mask = mask.triu(S - T - window + 1)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
         enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
@@ -254,22 +268,23 @@ class Block(nn.Module):
         c, D = config, config.n_embd
         self.config = config
         self.layer = layer
-        self.d_head = D // c.n_head
+        self.d_head = c.d_head or D // c.n_head
         hidden = c.ffn_hidden or math.ceil(8 * D / 3 / 32) * 32
-        self.norm_1, self.norm_2 = nn.RMSNorm(D, eps=1e-6), nn.RMSNorm(D, eps=1e-6)
+        self.norm_1, self.norm_2 = nn.RMSNorm(D, eps=c.norm_eps), nn.RMSNorm(D, eps=c.norm_eps)
         self.qkv = nn.Linear(D, (c.n_head + 2 * c.n_kv_head) * self.d_head, bias=False)
-        self.proj = nn.Linear(D, D, bias=False)
+        self.proj = nn.Linear(c.n_head * self.d_head, D, bias=False)
         self.ffn = FFN(D, hidden) if c.n_expert == 1 else Mixture(D, hidden, c.n_expert, c.top_k)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, past, cache):
         B, T, D = x.shape
-        n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
+        c, n_head, n_kv_head = self.config, self.config.n_head, self.config.n_kv_head
         heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
         q, k, v = heads.split((n_head, n_kv_head, n_kv_head), 1)     # (B, H, T, d); fewer in k, v
         dropout = self.dropout.p if self.training else 0.0
-        y = attend(rope(q, past), rope(k, past), v, cache, self.layer, dropout)
-        x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
+        q, k = rope(q, past, c.rope_base), rope(k, past, c.rope_base)
+        y = attend_window(q, k, v, cache, self.layer, dropout, c.window)
+        x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, -1)))
         y, losses = self.ffn(self.norm_2(x))
         return x + self.dropout(y), losses
 
@@ -280,7 +295,8 @@ def rebuild(model, **changes):
     """A new model with a changed config and the weights that both have, in the same mode."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
-    new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
+    with model.wte.weight.device:                        # random weights are made fast on a GPU
+        new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     new.load_state_dict(model.state_dict(), strict=False)    # leaves out what only one has
     return new.train(model.training)
 
@@ -315,7 +331,7 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
                          'the first block whose gate stays')
 
     def perplexity(h, targets):                          # (B,): one per sequence
-        logits = model.head(model.norm_f(h)).float()     # bfloat16 would hide small differences
+        logits = F.linear(model.norm_f(h), model.head_weight).float()    # bfloat16 is too coarse
         nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction='none')
         return (nats.sum(1) / (targets >= 0).sum(1)).exp()
 

@@ -189,16 +189,17 @@ def load_bin(folder, split):
     """A split's token ids, as a read-only memory map."""
     path = Path(folder) / f'{split}.bin'
     with reading(path):
-        return np.memmap(path, dtype=np.uint16, mode='r')
+        return np.memmap(path, load_meta(folder).get('dtype', 'uint16'), 'r')
 
 
 def as_tensor(tokens, device):
-    """uint16 ids as an int16 tensor of the same bits, which every device can index."""
-    return torch.from_numpy(np.asarray(tokens).view(np.int16).copy()).to(device)
+    """Unsigned ids as a signed tensor of the same bits, which every device can index."""
+    signed = np.int16 if tokens.itemsize == 2 else np.int32
+    return torch.from_numpy(np.asarray(tokens).view(signed).copy()).to(device)
 
 
 def tokens_at(tokens, positions):
-    return tokens[positions].long() & 0xFFFF
+    return tokens[positions].long() & (256 ** tokens.element_size() - 1)
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -305,6 +306,7 @@ def start_model(s, module, keys, data, machine):
     models = [build_model(ckpt, machine.device).eval() for ckpt in ckpts]
     arguments = dict(s.surgery_args)
     if 'batches' in inspect.signature(operate).parameters:       # such as pruning
+        models = [model.float() for model in models]
         seq_len = s.seq_len or models[0].config.block_size
         arguments['batches'] = calibration_batches(data, seq_len, s)
     try:
@@ -315,7 +317,14 @@ def start_model(s, module, keys, data, machine):
         result = operate(models if isinstance(s.init_from, list) else models[0], **arguments)
     except (AssertionError, ValueError) as error:        # its own words; a bug keeps its traceback
         raise UserError(f'{s.surgery}: {error}') from None
-    return result if isinstance(result, tuple) else (result, None)
+    model, report = result if isinstance(result, tuple) else (result, None)
+    if s.freeze:
+        before = {name for old in models for name, _ in old.named_parameters()}
+        for name, p in model.named_parameters():
+            p.requires_grad_(name not in before)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError(f'freeze: {s.surgery} added nothing that could train')
+    return model, report
 
 
 def check_vocabulary(config, data):
@@ -344,6 +353,16 @@ def freeze(model, ckpt):
         if name in ckpt['frozen']:
             p.requires_grad_(False)
     return model
+
+
+def widen(model, machine):
+    """Imported weights may be bfloat16. What trains becomes float32. A frozen matrix stays as it is
+    where autocast can use it; embeddings, norms and routers take little room, and need more."""
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for name, p in model.named_parameters():
+        is_map = p.dim() >= 2 and p not in tables and '.router.' not in name
+        if p.requires_grad or not is_map or machine.dtype == torch.float32:
+            p.data = p.data.float()
 
 
 def find_run(out, s, keys, machine):
@@ -541,6 +560,7 @@ def run(s, module, keys, machine):
 
     # optimiser, compiled step, and the rest of the run's state
     model.to(machine.device).train()
+    widen(model, machine)
     if s.checkpoint_activations:
         recompute_blocks(model)
     if s.shard and machine.world > 1:

@@ -107,13 +107,13 @@ class Block(nn.Module):
         return x + self.dropout(y), losses
 
 
-def rope(x, past):
+def rope(x, past, base=10000.0):
     """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
     grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
     half = x.size(-1) // 2
     wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
     position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = position[:, None] * frequency
     turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
     cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()

@@ -44,11 +44,14 @@ def build_model(ckpt, device='cpu', **changes):
             print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
                   'code on the old weights. The old file: python -m plumbing.checkpoint '
                   f"{ckpt['folder']} {file} > old.py", file=sys.stderr)
-    model = module.Model(make_config(module, ckpt['config'] | changes))
+    # Weights of less than float32, as imported, are taken over; others are copied into a new model.
+    is_narrow = any(w.dtype != torch.float32 for w in ckpt['weights'].values())
+    with torch.device('meta' if is_narrow else 'cpu'):
+        model = module.Model(make_config(module, ckpt['config'] | changes))
     for name, args in ckpt['adapted']:                   # the config does not mention adapters
         model = find_surgery(name, module)(model, **args)
     try:
-        model.load_state_dict(ckpt['weights'])
+        model.load_state_dict(ckpt['weights'], assign=is_narrow)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise UserError(f"{ckpt['folder']} does not fit {module.__name__}.py: {first}") from None
@@ -56,9 +59,9 @@ def build_model(ckpt, device='cpu', **changes):
 
 
 def load_checkpoint(path, device='cpu'):
-    """-> (model in eval mode, the checkpoint's dictionary)"""
+    """-> (model in eval mode and float32, the checkpoint's dictionary)"""
     ckpt = read_checkpoint(path)
-    return build_model(ckpt, device).eval(), ckpt
+    return build_model(ckpt, device).float().eval(), ckpt
 
 
 def run_tokenizer(ckpt):

@@ -73,6 +73,7 @@ class Settings:
     surgery: str | None = None             # a function that edits the loaded model, e.g. compose
     surgery_args: dict = field(default_factory=dict)
     surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
+    freeze: bool = False                   # train only what the surgery adds, such as gates
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
     dtype: str = 'auto'                    # auto (bfloat16 if a GPU has it), bfloat16 or float32
@@ -187,6 +188,8 @@ def check(s):
         raise UserError('shard does not go with compile: remove it')
     if s.shard and s.optimizer == 'muon':
         raise UserError('muon needs full matrices: train with optimizer=adamw, or without shard')
+    if s.freeze and not s.surgery:
+        raise UserError('freeze needs a surgery that adds something to train, such as add_gates')
     if s.surgery and not s.init_from:
         raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
 

@@ -35,14 +35,16 @@ class Tokenizer:
     """
     encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document.
     pad: an id that is read but never predicted: it fills up a chunk, or is the pause.
-    order: the tokens in the order of their merges, where ids do not give it (neox).
+    order: what else makes the ids, for the hash: neox's merges in their order, all of an hf file.
+    cut(text) -> parts that are encoded one by one.
     extra: what else meta.json must say to build the tokenizer again.
     """
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
-                 pad=-1, **extra):
+                 pad=-1, cut=PARTS.findall, **extra):
         self.kind = kind
         self.encode_part = encode_part
+        self.cut = cut
         self.token_bytes = token_bytes
         self.eot = eot
         self.end = end or [eot]
@@ -52,8 +54,7 @@ class Tokenizer:
         self.blob = blob
         self.extra = extra
         self.n_vocab = len(token_bytes)
-        if self.n_vocab > 65536:
-            raise UserError(f'a vocabulary of {self.n_vocab:,} does not fit uint16: at most 65,536')
+        self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -63,16 +64,21 @@ class Tokenizer:
     def encode_parts(self, text):
         """The ids of a text, part by part."""
         first = text.find('\n') + 1 if self.pauses else 0    # characters of the first line
-        yield from map(self.encode_part, PARTS.findall(text[:first]))
+        yield from map(self.encode_part, self.cut(text[:first]))
         if first:
             yield self.pauses
-        yield from map(self.encode_part, PARTS.findall(text[first:]))
+        yield from map(self.encode_part, self.cut(text[first:]))
 
     def decode(self, ids, end=b''):
         """Text, with `end` where a document ends."""
         ids = [i for i in ids if i < self.n_vocab]       # a model's vocabulary may be padded
         parts = [end if i == self.eot else self.token_bytes[i] for i in ids]
         return b''.join(parts).decode('utf-8', errors='replace')
+
+    def about(self):
+        """What meta.json says of it."""
+        return dict(kind=self.kind, file=self.file, hash=self.hash, vocab_size=self.n_vocab,
+                    eot=self.eot, **self.extra)
 
     def show(self, ids):
         """Text to look at: an empty line where a document ends."""
@@ -103,11 +109,8 @@ def rank_tokenizer(blob):
 def neox_tokenizer(blob):
     """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
     spec = json.loads(blob)
-    model, pre = spec['model'], spec['pre_tokenizer']
+    model = spec['model']
     normal = spec.get('normalizer') and spec['normalizer']['type']
-    kinds = model['type'], pre['type'], pre.get('add_prefix_space'), normal or 'NFC'
-    if kinds != ('BPE', 'ByteLevel', False, 'NFC'):
-        raise UserError(f'a tokenizer.json must be a byte-level BPE like GPT-NeoX, not {kinds}')
     special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
     added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
     byte = byte_letters()
@@ -136,6 +139,54 @@ def neox_tokenizer(blob):
     n_vocab = 1 + max(*token_of, *special.values())
     token_bytes = [token_of.get(i, b'') for i in range(n_vocab)]
     return Tokenizer('neox', encode, token_bytes, special[EOT], 'tokenizer.json', blob, order)
+
+
+def hf_tokenizer(blob, eot):
+    """Any other tokenizer.json, by the package that made it. A special token in a text is read as
+    such, as transformers does. End-of-text, which stands between documents, is what the file puts
+    in front of a text (Llama's <s>). If that is nothing, it is the id `eot`."""
+    try:
+        from tokenizers import Tokenizer as Package
+    except ImportError:
+        raise UserError('this tokenizer.json needs a package: pip install tokenizers') from None
+    package = Package.from_str(blob.decode())
+    eot = next(iter(package.encode('').ids), eot)
+    special = {i for i, token in package.get_added_tokens_decoder().items() if token.special}
+    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(blob)['decoder'])
+    byte = byte_letters()
+
+    def raw(i):
+        token = package.id_to_token(i) or ''
+        if i in special:
+            return b''
+        if is_byte_level and all(letter in byte for letter in token):
+            return bytes(byte[letter] for letter in token)
+        if re.fullmatch('<0x[0-9A-F]{2}>', token):       # SentencePiece: a byte that is no letter
+            return bytes([int(token[3:5], 16)])
+        return token.replace('\u2581', ' ').encode()     # SentencePiece's space
+    n_vocab = 1 + max(package.get_vocab().values())
+    encode = lambda text: package.encode(text, add_special_tokens=False).ids
+    whole = lambda text: [text] if text else []          # a space may be added in front of a part
+    return Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json', blob,
+                     order=[blob], cut=whole)
+
+
+def json_tokenizer(blob, eot=None):
+    """A tokenizer.json as the plainest kind that reads it: GPT-2's, NeoX's, or any."""
+    spec = json.loads(blob)
+    pre, normal = spec.get('pre_tokenizer') or {}, spec.get('normalizer') or {}
+    special = [token['content'] for token in spec['added_tokens'] if token['special']]
+    kinds = (spec['model']['type'], pre.get('type'), pre.get('add_prefix_space'),
+             normal.get('type', 'NFC'), EOT in special)
+    if kinds == ('BPE', 'ByteLevel', False, 'NFC', True):
+        tokenizer = neox_tokenizer(blob)
+        *vocab, last = tokenizer.token_bytes
+        ranks = rank_tokenizer(ranks_blob(vocab)) if all(vocab) and not last else tokenizer
+        return ranks if ranks.kind == 'gpt2' else tokenizer
+    if eot is None:
+        raise UserError('a tokenizer.json that is not like GPT-NeoX needs its model: import that '
+                        'with tools.import_hf, then give its folder, --tokenizer out/NAME')
+    return hf_tokenizer(blob, eot)
 
 
 def byte_letters():
@@ -182,7 +233,7 @@ def sentence_tokenizer(base, token_limit):
 def pause_tokenizer(base, pauses):
     """`base` and a token to think at, the pause: `pauses` of them follow a text's first line."""
     return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot,
-                     base.file, base.blob, pad=base.n_vocab,
+                     base.file, base.blob, pad=base.n_vocab, cut=base.cut,
                      base=base.kind, base_hash=base.hash, pauses=pauses)
 
 
@@ -199,10 +250,12 @@ def wrap_tokenizer(base, kind, number):
     return WRAPPERS[kind][0](base, number)
 
 
-def build_tokenizer(kind, blob=b''):
+def build_tokenizer(kind, blob=b'', eot=None):
     if kind == 'bytes':
         token_bytes = [bytes([b]) for b in range(256)] + [b'']
         return Tokenizer(kind, lambda text: list(text.encode('utf-8')), token_bytes, 256)
+    if kind == 'hf':
+        return hf_tokenizer(blob, eot)
     return neox_tokenizer(blob) if kind == 'neox' else rank_tokenizer(blob)
 
 
@@ -224,7 +277,8 @@ def choose_tokenizer(name):
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, such as data/toy_stories')
     with reading(path):
-        return build_tokenizer('neox' if path.suffix == '.json' else 'bpe', path.read_bytes())
+        blob = path.read_bytes()
+        return json_tokenizer(blob) if path.suffix == '.json' else rank_tokenizer(blob)
 
 
 # ---- Their files --------------------------------------------------------------------------------
@@ -250,7 +304,7 @@ def load_tokenizer(folder):
         kind = spec['kind']
         path = Path(folder) / (spec['file'] or 'meta.json')
     with reading(path):
-        tokenizer = build_tokenizer(spec.get('base', kind), path.read_bytes())
+        tokenizer = build_tokenizer(spec.get('base', kind), path.read_bytes(), spec['eot'])
         if kind in WRAPPERS:
             tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
         if tokenizer.hash != spec['hash']:

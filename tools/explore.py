@@ -134,7 +134,7 @@ def text_parts(args, tokenizer, device):
     ids = [*tokenizer.end, *tokenizer.encode(text[:50 * args.tokens])]
     slots = len(tokenizer.end)
     ids = ids[:args.tokens // slots * slots]             # full chunks of bytes
-    return [('', as_tensor(np.array(ids, np.uint16), device))]
+    return [('', as_tensor(np.array(ids, tokenizer.dtype), device))]
 
 
 def look(model, x):
@@ -189,7 +189,7 @@ def describe_run(path, args, machine):
             raise UserError(f'{error}; or give a --text') from None
         notes.append(f'The statistics are of this text alone: {error}')
     readings = [read(model, tokens) for _, tokens in parts]
-    ids = torch.cat([tokens for _, tokens in parts]).cpu().numpy().view(np.uint16)
+    ids = torch.cat([tokens for _, tokens in parts]).cpu().numpy().view(tokenizer.dtype)
     sets = np.concatenate([np.full(len(tokens), name) for name, tokens in parts])
     texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace')
              for i in {*ids.tolist()}}

@@ -304,7 +304,7 @@ class Examples:
         encoded = [encode(text, tokenizer, limit) for text in texts]
         self.slots = len(tokenizer.end)
         self.lengths = np.array([len(ids) for ids in encoded])
-        table = np.tile(np.array(tokenizer.end, np.uint16), (len(encoded), limit))
+        table = np.tile(np.array(tokenizer.end, tokenizer.dtype), (len(encoded), limit))
         for row, ids in zip(table, encoded):
             row[:len(ids)] = ids                 # what follows is not seen (but see stlm_depth.md)
         self.ids = as_tensor(table, device)              # (N, limit * slots)
