@@ -295,8 +295,7 @@ def rebuild(model, **changes):
     """A new model with a changed config and the weights that both have, in the same mode."""
     if hasattr(model, 'adapted'):
         raise ValueError('the model has adapters: merge them first')
-    with model.wte.weight.device:                        # random weights are made fast on a GPU
-        new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
+    new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     new.load_state_dict(model.state_dict(), strict=False)    # leaves out what only one has
     return new.train(model.training)
 

@@ -313,10 +313,14 @@ def start_model(s, module, keys, data, machine):
         inspect.signature(operate).bind(models, **arguments)
     except TypeError as error:
         raise UserError(f'surgery_args: {s.surgery}: {error}') from None
+    torch.set_default_dtype(next(models[0].parameters()).dtype)      # bfloat16, if it was imported
     try:
-        result = operate(models if isinstance(s.init_from, list) else models[0], **arguments)
+        with machine.device:                             # where 7B random weights take no minute
+            result = operate(models if isinstance(s.init_from, list) else models[0], **arguments)
     except (AssertionError, ValueError) as error:        # its own words; a bug keeps its traceback
         raise UserError(f'{s.surgery}: {error}') from None
+    finally:
+        torch.set_default_dtype(torch.float32)
     model, report = result if isinstance(result, tuple) else (result, None)
     if s.freeze:
         before = {name for old in models for name, _ in old.named_parameters()}

@@ -34,7 +34,7 @@ SAMPLE = """Once upon a time, in a far-away land, there lived 1,234 cats.
 
 def tokenizer_json(tokenizer):
     """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
-    if tokenizer.kind == 'neox':
+    if tokenizer.kind in ('neox', 'hf'):
         return json.loads(tokenizer.blob)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: ''.join(letters[byte] for byte in token)
@@ -64,6 +64,10 @@ def tokenizer_json(tokenizer):
                            ignore_merges=True, vocab=vocab, merges=merges))
 
 
+def token_name(blob, i):
+    return next(t['content'] for t in json.loads(blob)['added_tokens'] if t['id'] == i)
+
+
 # ---- The files ----------------------------------------------------------------------------------
 
 def export(path, folder):
@@ -80,7 +84,9 @@ def export(path, folder):
         raise UserError(f'{path} reads {tokenizer.kind}; no tokenizer of transformers makes them')
     if ckpt['adapted']:
         model = merge_lora(model)
-    special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), EOT)
+    is_foreign = tokenizer.kind == 'hf'                  # imported
+    end = token_name(tokenizer.blob, tokenizer.eot) if is_foreign else EOT
+    special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), end)
     ids = {f'{name}_id': tokenizer.eot for name in special}
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -91,7 +97,7 @@ def export(path, folder):
             tokenizer_class='PreTrainedTokenizerFast', model_max_length=model.config.block_size,
             model_input_names=['input_ids', 'attention_mask'], padding_side='left',
             clean_up_tokenization_spaces=False, add_prefix_space=False,
-            split_special_tokens=True)}                  # in a text <|endoftext|> is text, as here
+            split_special_tokens=not is_foreign)}        # in a text <|endoftext|> is text, as here
     for name, content in files.items():
         write_indented(folder / name, content)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
@@ -175,7 +181,8 @@ def check(folder, model, tokenizer):
     ids = tokenizer.encode(SAMPLE)
     idx = torch.tensor([ids[:model.config.block_size]])
     difference = (theirs(idx).logits - model(idx)[0]).abs().max().item()
-    if their_tokenizer(SAMPLE)['input_ids'] != ids or not difference <= 1e-5:
+    their_ids = their_tokenizer(SAMPLE, add_special_tokens=False)['input_ids']
+    if their_ids != ids or not difference <= 1e-5:
         (folder / 'config.json').unlink()                # so that nobody takes it for the model
         raise UserError(f'{folder}: it gives other ids than ours, or logits that differ by '
                         f'{difference:.1e}; please report this')
