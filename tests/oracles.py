@@ -15,26 +15,27 @@ def rms(x, gain=1.0, eps=1e-6):
     return x / torch.sqrt((x * x).sum() / len(x) + eps) * gain
 
 
-def turn(x, t):
+def turn(x, t, base=10000.0):
     """Rotary positions of one head's vector: a 2 x 2 rotation for each pair (i, i + d/2)."""
     half, out = len(x) // 2, [None] * len(x)
     for i in range(half):
-        angle = t * 10000.0 ** (-2 * i / len(x))
+        angle = t * base ** (-2 * i / len(x))
         cos, sin = math.cos(angle), math.sin(angle)
         out[i] = cos * x[i] - sin * x[i + half]
         out[i + half] = sin * x[i] + cos * x[i + half]
     return torch.stack(out)
 
 
-def attention(x, qkv, n_head, n_kv_head, positions=None, reads=lambda t: range(t + 1)):
+def attention(x, qkv, n_head, n_kv_head, positions=None, reads=lambda t: range(t + 1),
+              base=10000.0):
     """Of normed vectors -> the joined heads of each. n_head / n_kv_head query heads share a key and
     value head; vector t, which stands at positions[t], reads the vectors in reads(t)."""
     H, G = n_head, n_kv_head
     d = len(qkv) // (H + 2 * G)
     wq, wk, wv = qkv.split((H * d, G * d, G * d))
     positions = range(len(x)) if positions is None else positions
-    q = [[turn(head, p) for head in (wq @ v).split(d)] for p, v in zip(positions, x)]
-    k = [[turn(head, p) for head in (wk @ v).split(d)] for p, v in zip(positions, x)]
+    q = [[turn(head, p, base) for head in (wq @ v).split(d)] for p, v in zip(positions, x)]
+    k = [[turn(head, p, base) for head in (wk @ v).split(d)] for p, v in zip(positions, x)]
     values = [(wv @ v).split(d) for v in x]
     out = []
     for t in range(len(x)):

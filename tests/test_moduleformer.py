@@ -61,6 +61,9 @@ def rows_of(stack):
 def route(router, x, log):
     """Eq. 1, 2 and 9 for one token -> {module: gate}."""
     hidden = [torch.clamp(b @ x, min=0) for b in router.B.weight]
+    if router.config.released:                           # IBM's: a bias, and exact GELU
+        inner = router.B.weight @ x + router.B.bias
+        hidden = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
     score = [torch.exp(sum(a_i * h for a_i, h in zip(a, hidden))) for a in rows_of(router.A)]
     prob = [s / sum(score) for s in score]
     best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.config.top_k]
@@ -84,13 +87,19 @@ def attention_module(att, e, u, t, c):
             keys = values = u[:t + 1]
         else:
             w_k, w_v = att.kv.weight[:c.d_att][part], att.kv.weight[c.d_att:][part]
-            keys, values = [w_k @ x for x in u[:t + 1]], [w_v @ x for x in u[:t + 1]]
+            b_k, b_v = 0, 0
+            if c.released:
+                b_k, b_v = att.kv.bias[:c.d_att][part], att.kv.bias[c.d_att:][part]
+            keys, values = [w_k @ x + b_k for x in u[:t + 1]], [w_v @ x + b_v for x in u[:t + 1]]
         heads.append(attend(q[part], keys, values)[0])
     return rows_of(att.o)[e].T @ torch.cat(heads)
 
 
 def ffn_module(ffd, e, x):
     h = rows_of(ffd.fc)[e].T @ x
+    if ffd.config.released:                              # GELU's tanh form
+        cubic = math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)
+        return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.tanh(cubic)))
     return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.erf(h / math.sqrt(2))))
 
 
@@ -242,7 +251,8 @@ def test_memory_is_bounded_by_the_query_block(monkeypatch):
 
 @pytest.mark.parametrize('changes', [
     dict(), dict(n_head=1, top_k=1), WIDE, dict(new=(2, 0), n_att=[3, 2]), dict(sparse=False),
-    dict(n_head=4, top_k=4, n_ffd=4, query_block=1), dict(new=(1, 2), n_ffd=[5, 3], sparse=False)],
+    dict(n_head=4, top_k=4, n_ffd=4, query_block=1), dict(new=(1, 2), n_ffd=[5, 3], sparse=False),
+    dict(released=True)],
     ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux loss, every gradient, and the routes: gates are not renormalised."""

@@ -60,11 +60,12 @@ def oracle(model, idx):
     for row in idx:
         h = [model.wte.weight[i] for i in row]
         for i, b in enumerate(model.blocks):
-            normed = [rms(v, b.norm_1.weight) for v in h]
-            heads = attention(normed, b.qkv.weight, c.n_head, c.n_kv_head)
+            normed = [rms(v, b.norm_1.weight, c.norm_eps) for v in h]
+            seen = lambda t: range(max(0, t + 1 - (c.window or 99)), t + 1)
+            heads = attention(normed, b.qkv.weight, c.n_head, c.n_kv_head, None, seen, c.rope_base)
             a = [v + b.proj.weight @ u for v, u in zip(h, heads)]                        # Eq. 6
-            out = [v + feed_forward(b.ffn, rms(v, b.norm_2.weight), c, routed[i])        # Eq. 7
-                   for v in a]
+            out = [v + feed_forward(b.ffn, rms(v, b.norm_2.weight, c.norm_eps), c, routed[i])
+                   for v in a]                                                           # Eq. 7
             gate = None
             if str(i) in model.gates:
                 gate = [contribution(model.gates[str(i)], v) for v in h]
@@ -89,13 +90,15 @@ def oracle(model, idx):
 
 
 def project(model, h):
-    return torch.stack([model.head.weight @ rms(v, model.norm_f.weight) for v in h])
+    head, eps = model.wte if model.config.tied else model.head, model.config.norm_eps
+    return torch.stack([head.weight @ rms(v, model.norm_f.weight, eps) for v in h])
 
 
 @pytest.mark.parametrize('changes', [
     dict(gate='matrix'), dict(gate='vector', n_kv_head=1), dict(gate='scalar', n_kv_head=4),
     dict(gate='vector', gate_layers=[]), dict(n=4, k=2), dict(n=2, k=2, gate='scalar'),
-    dict(n=4, k=1, gate='matrix', gate_layers=[1])], ids=str)
+    dict(n=4, k=1, gate='matrix', gate_layers=[1]),
+    dict(gate='matrix', rope_base=500.0, norm_eps=0.1, window=3, d_head=6, tied=True)], ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux entry, every gradient, and the routes."""
     model, x, y = make(**changes), tokens(), tokens(seed=2)
