@@ -16,7 +16,6 @@ code, no pickle. Weights keep their precision until they train. docs/weights.md 
 """
 
 import json
-import math
 import re
 import time
 from dataclasses import asdict
@@ -149,55 +148,59 @@ def read_llama(c, tensors, model):
     kind = rope.get('rope_type', rope.get('type', 'default'))
     require(dict(c, rope_scaling=kind), rope_scaling=['default'], hidden_act=['silu'],
             attention_bias=[False], mlp_bias=[False])
-    D, n_head, n_layer = c['hidden_size'], c['num_attention_heads'], c['num_hidden_layers']
-    n_kv_head = c.get('num_key_value_heads') or n_head
-    d_head = c.get('head_dim') or D // n_head
-    window = c.get('sliding_window') if c['architectures'] != ['LlamaForCausalLM'] else None
-    n_expert = c.get('num_local_experts', 1)
-    as_paths = model == 'papaformer'
-    keys = dict(
-        block_size=c['max_position_embeddings'], n_layer=n_layer, n_head=n_head, n_embd=D,
-        ffn_hidden=c['intermediate_size'], norm_eps=c['rms_norm_eps'],
-        rope_base=float(rope.get('rope_theta', c.get('rope_theta', 10000.0))))
-    if as_paths:
-        if n_expert > 1 or d_head * n_head != D:
-            raise UserError('papaformer.py has no experts, and no heads of another width: leave '
-                            'out --model')
-        keys |= dict(n_parallel=0, block_size=min(window or math.inf, keys['block_size']))
-    else:
-        keys |= dict(n_kv_head=n_kv_head, d_head=d_head, window=window, n_expert=n_expert,
-                     top_k=c.get('num_experts_per_tok', 1))
+    head = tensors.take_head(c)
     weights = {'wte.weight': tensors.take('embed_tokens.weight'),
                'norm_f.weight': tensors.take('norm.weight')}
-    head = tensors.take_head(c)
-    if as_paths:                                         # its head is never tied: take a copy
-        head = weights['wte.weight'].clone() if head is None else head
-    else:
-        keys['tied'] = head is None
     if head is not None:
         weights['head.weight'] = head
-    for i in range(n_layer):
+    n_expert = c.get('num_local_experts', 1)
+    for i in range(c['num_hidden_layers']):
         take = lambda name, i=i: tensors.take(f'layers.{i}.{name}.weight')
-        block = f'first.{i}.' if as_paths else f'blocks.{i}.'
-        ffn = block if as_paths else f'{block}ffn.'
-        weights[f'{block}norm_1.weight'] = take('input_layernorm')
-        weights[f'{block}norm_2.weight'] = take('post_attention_layernorm')
-        q, k, v = (take(f'self_attn.{name}_proj') for name in 'qkv')
-        if as_paths:                                     # one key and value per query head
-            k, v = (w.view(n_kv_head, d_head, D).repeat_interleave(n_head // n_kv_head, 0)
-                    .view(-1, D) for w in (k, v))
-        weights[f'{block}qkv.weight'] = torch.cat((q, k, v))
-        weights[f'{block}proj.weight'] = take('self_attn.o_proj')
+        block = dict(norm_1=take('input_layernorm'), norm_2=take('post_attention_layernorm'),
+                     qkv=torch.cat([take(f'self_attn.{name}_proj') for name in 'qkv']),
+                     proj=take('self_attn.o_proj'))
         if n_expert == 1:
-            weights[f'{ffn}fc.weight'] = torch.cat((take('mlp.gate_proj'), take('mlp.up_proj')))
-            weights[f'{ffn}down.weight'] = take('mlp.down_proj')
-            continue
-        experts = [f'block_sparse_moe.experts.{e}.w' for e in range(n_expert)]
-        weights[f'{ffn}router.linear.weight'] = take('block_sparse_moe.gate')
-        weights[f'{ffn}fc'] = torch.stack([torch.cat((take(f'{e}1'), take(f'{e}3'))).T
-                                           for e in experts])        # ours are (in, out)
-        weights[f'{ffn}down'] = torch.stack([take(f'{e}2').T for e in experts])
-    return 'papaformer' if as_paths else 'selfmoe', weights, keys
+            block['ffn.fc'] = torch.cat((take('mlp.gate_proj'), take('mlp.up_proj')))
+            block['ffn.down'] = take('mlp.down_proj')
+        else:
+            expert = [f'block_sparse_moe.experts.{e}.w' for e in range(n_expert)]
+            block['ffn.router.linear'] = take('block_sparse_moe.gate')
+            fc = [torch.cat((take(f'{w}1'), take(f'{w}3'))).T for w in expert]   # ours: (in, out)
+            weights[f'blocks.{i}.ffn.fc'] = torch.stack(fc)
+            weights[f'blocks.{i}.ffn.down'] = torch.stack([take(f'{w}2').T for w in expert])
+        weights |= {f'blocks.{i}.{name}.weight': weight for name, weight in block.items()}
+    n_head = c['num_attention_heads']
+    windows = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what transformers assumes
+    name, = c['architectures']
+    keys = dict(
+        block_size=c['max_position_embeddings'], n_layer=c['num_hidden_layers'], n_head=n_head,
+        n_kv_head=c.get('num_key_value_heads') or n_head, n_embd=c['hidden_size'],
+        d_head=c.get('head_dim') or c['hidden_size'] // n_head, ffn_hidden=c['intermediate_size'],
+        n_expert=n_expert, top_k=c.get('num_experts_per_tok', 1), norm_eps=c['rms_norm_eps'],
+        rope_base=float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
+        window=c.get('sliding_window', windows[name]) if name in windows else None,
+        tied=head is None)
+    return ('papaformer', *as_papaformer(weights, **keys)) if model == 'papaformer' \
+        else ('selfmoe', weights, keys)
+
+
+def as_papaformer(weights, n_kv_head, d_head, n_expert, top_k, window, tied, **keys):
+    """What selfmoe.py has and papaformer.py has not is written out, or refused."""
+    n_head, D = keys['n_head'], keys['n_embd']
+    if n_expert > 1 or n_head * d_head != D:
+        raise UserError('papaformer.py has no experts and no heads of another width: omit --model')
+    if tied:
+        weights['head.weight'] = weights['wte.weight'].clone()
+    renamed = {}
+    for name, weight in weights.items():
+        if name.endswith('qkv.weight'):                  # a key and a value for each query head
+            q, *shared = weight.split((D, n_kv_head * d_head, n_kv_head * d_head))
+            own = [w.unflatten(0, (n_kv_head, d_head)).repeat_interleave(n_head // n_kv_head, 0)
+                   for w in shared]
+            weight = torch.cat((q, *(w.flatten(0, 1) for w in own)))
+        renamed[name.replace('blocks.', 'first.').replace('.ffn.', '.')] = weight
+    keys['block_size'] = min(keys['block_size'], window or keys['block_size'])
+    return renamed, dict(keys, n_parallel=0)
 
 
 def read_molm(c, tensors, model):
