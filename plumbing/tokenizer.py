@@ -233,7 +233,7 @@ def sentence_tokenizer(base, token_limit):
 def pause_tokenizer(base, pauses):
     """`base` and a token to think at, the pause: `pauses` of them follow a text's first line."""
     return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot,
-                     base.file, base.blob, pad=base.n_vocab, cut=base.cut,
+                     base.file, base.blob, pad=base.n_vocab,
                      base=base.kind, base_hash=base.hash, pauses=pauses)
 
 
@@ -245,7 +245,7 @@ WRAPPERS = dict(
 
 
 def wrap_tokenizer(base, kind, number):
-    if base.kind in WRAPPERS:
+    if base.kind in WRAPPERS or base.kind == 'hf':
         raise UserError(f'--{kind} needs a tokenizer of plain tokens, not one of {base.kind}')
     return WRAPPERS[kind][0](base, number)
 

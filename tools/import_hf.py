@@ -17,7 +17,6 @@ code, no pickle. Weights keep their precision until they train. docs/weights.md 
 
 import json
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -299,19 +298,16 @@ def main():
     out = Path(args.out)
     if any(out.glob('ckpt*.pt')):
         raise UserError(f'{out} holds a run already: remove it, or name another --out')
-    began = time.monotonic()
     folder = find_folder(args.source)
-    file, model = read_model(folder, args.model)
     tokenizer = read_tokenizer(folder, args.tokenizer)
+    file, model = read_model(folder, args.model)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise UserError(f'the tokenizer has {tokenizer.n_vocab:,} tokens, the model only '
                         f'{model.config.vocab_size:,}: name another with --tokenizer')
     write_run(out, file, model, tokenizer, folder.resolve().name)
-    total, active = model.count_params()
-    kinds = sorted({str(p.dtype).removeprefix('torch.') for p in model.parameters()})
-    print(f"{out}: {file}, {total / 1e6:,.2f}M parameters ({', '.join(kinds)}), tokenizer "
-          f'{tokenizer.kind} of {tokenizer.n_vocab:,}, context {model.config.block_size:,}, in '
-          f'{time.monotonic() - began:.0f} s')
+    total, _ = model.count_params()
+    print(f'{out}: {file}, {total / 1e6:,.2f}M parameters in {model.wte.weight.dtype}, '
+          f'{tokenizer.n_vocab:,} tokens, a context of {model.config.block_size:,}')
     print(f'next: python sample.py {out} --prompt "Once upon a time"')
 
 
