@@ -11,16 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import prepare
 from conftest import ROOT, documents
 from plumbing.cli import UserError
 from plumbing.download import new_folder
-from plumbing.tokenizer import (EOT, choose_tokenizer, load_meta, load_tokenizer)
+from plumbing.tokenizer import (EOT, choose_tokenizer, load_meta, load_tokenizer, rank_tokenizer,
+                                ranks_blob)
 from plumbing.text import clean
 from prepare import find_files, read_documents, write_data_set
-from train import load_bin
+from train import as_tensor, load_bin, tokens_at
 
 
 def words_corpus(n=400, seed=0):
@@ -188,6 +191,18 @@ def test_named_sets_from_input(tmp_path, monkeypatch):
             path.write_text(row * 5)
         prepare.main([name, '--input', name, '--tokenizer', 'bytes'])
         assert documents(Path('data', name), 'val') == expected
+
+
+def test_more_than_65536_tokens(tmp_path):
+    vocab = [bytes([b]) for b in range(256)] + [b'%05d!' % i for i in range(70000)]
+    write_data_set(tmp_path / 'd', as_train(['a b 00007! 69999!'] * 9),
+                   rank_tokenizer(ranks_blob(vocab)))
+    ids = load_bin(tmp_path / 'd', 'train')
+    assert ids.dtype == np.uint32 and load_meta(tmp_path / 'd')['dtype'] == 'uint32'
+    assert ids[0] == 70256                               # end-of-text
+    assert tokens_at(as_tensor(ids, 'cpu'), torch.arange(len(ids))).tolist() == ids.tolist()
+    signed = as_tensor(np.array([65535, 3], np.uint16), 'cpu')
+    assert tokens_at(signed, torch.arange(2)).tolist() == [65535, 3]
 
 
 # ---- Nothing is lost ----------------------------------------------------------------------------

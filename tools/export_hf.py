@@ -77,7 +77,8 @@ def export(path, folder):
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
     imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
-    if source.parent != ROOT or {*imports} & {file.name.removesuffix('.py') for file in ROOT.iterdir()}:
+    ours = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
+    if source.parent != ROOT or {*imports} & ours:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:

@@ -31,7 +31,7 @@ from plumbing.tokenizer import choose_tokenizer, json_tokenizer
 DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
               BF16=('int16', torch.bfloat16))
 # Masks and tables that old files hold and no model needs
-BUFFERS = r'attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq'
+BUFFERS = r'(attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
 
 # ---- The folder ---------------------------------------------------------------------------------
