@@ -68,7 +68,7 @@ class ModuleFormerConfig:
     identity_kv: bool = False      # no maps for keys and values: both are norm(x) (section 3.2)
     new_att: int = 0               # attention modules that insert_experts has added to every layer
     new_ffd: int = 0               # FFN modules likewise
-    released: bool = False         # IBM's MoLM: biases and GELU in routers, tanh GELU, biased kv
+    released: bool = False         # as IBM's MoLM: bias and GELU in routers, kv bias, tanh GELU
     dropout: float = 0.0           # on embeddings and what pools add; helps with little text
     query_block: int = 128         # tokens whose attention is in memory at once, without kernels
     sparse: bool = True            # False: compute every module for every token, to compare

@@ -313,9 +313,10 @@ def start_model(s, module, keys, data, machine):
         inspect.signature(operate).bind(models, **arguments)
     except TypeError as error:
         raise UserError(f'surgery_args: {s.surgery}: {error}') from None
+    before = {name for model in models for name, _ in model.named_parameters()}
     torch.set_default_dtype(next(models[0].parameters()).dtype)      # bfloat16, if it was imported
     try:
-        with machine.device:                             # where 7B random weights take no minute
+        with machine.device:                             # new weights are made where they are used
             result = operate(models if isinstance(s.init_from, list) else models[0], **arguments)
     except (AssertionError, ValueError) as error:        # its own words; a bug keeps its traceback
         raise UserError(f'{s.surgery}: {error}') from None
@@ -323,7 +324,6 @@ def start_model(s, module, keys, data, machine):
         torch.set_default_dtype(torch.float32)
     model, report = result if isinstance(result, tuple) else (result, None)
     if s.freeze:
-        before = {name for old in models for name, _ in old.named_parameters()}
         for name, p in model.named_parameters():
             p.requires_grad_(name not in before)
         if not any(p.requires_grad for p in model.parameters()):

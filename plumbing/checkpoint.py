@@ -44,10 +44,10 @@ def build_model(ckpt, device='cpu', **changes):
             print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
                   'code on the old weights. The old file: python -m plumbing.checkpoint '
                   f"{ckpt['folder']} {file} > old.py", file=sys.stderr)
-    # Weights of less than float32, as imported, are taken as they are. Others, and those of a model
-    # with adapters, are copied into a new one.
+    # Imported weights of 16 bits are taken as they are. Others, and those of a model with adapters,
+    # are copied into a new one.
     dtypes = {w.dtype for w in ckpt['weights'].values()}
-    is_narrow = dtypes != {torch.float32} and not ckpt['adapted']
+    is_narrow = bool(dtypes & {torch.bfloat16, torch.float16}) and not ckpt['adapted']
     with torch.device('meta' if is_narrow else 'cpu'):
         model = module.Model(make_config(module, ckpt['config'] | changes))
     for name, args in ckpt['adapted']:                   # the config does not mention adapters
