@@ -32,7 +32,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plumbing.checkpoint import build_model, context_limit, find_surgery, read_checkpoint
+from plumbing.checkpoint import (build_model, changed_sources, context_limit, find_surgery,
+                                 read_checkpoint)
 from plumbing.cli import UserError, human, lock, new_file, reading, run_main
 from plumbing.machine import CUDAGraphStep, Machine, compile_model
 from plumbing.muon import Muon, split_groups
@@ -101,7 +102,8 @@ class Data:
         self.words = 0.0
         self.starts = self.order(0)
         if len(self.starts) < self.rows:
-            raise UserError(f'an epoch of {len(self.starts)} windows is less than one step')
+            raise UserError(f'an epoch of {len(self.starts)} windows is less than one step of '
+                            f'{self.rows}: lower batch_size')
 
     def order(self, epoch):
         """Where an epoch's windows start. Every epoch is cut at another offset, then shuffled."""
@@ -376,6 +378,8 @@ def find_run(out, s, keys, machine):
         raise UserError(f'{out} is a data set: set another --out_dir')
     is_plan = s.max_iters == 0 and not s.surgery
     if is_plan or s.overwrite or not any(out.glob('ckpt*.pt')):
+        if s.resume:
+            machine.say(f'resume    there is no run in {out}: a new one begins')
         return None
     if not s.resume:
         raise UserError(f'{out} already holds a run: add --resume to continue it, --overwrite to '
@@ -591,6 +595,8 @@ def run(s, module, keys, machine):
     log = open_log(out, ckpt, s) if machine.rank == 0 else open(os.devnull, 'w')
     if machine.rank == 0:
         copy_tokenizer(data.folder, out)
+        for file, text in changed_sources(ckpt).items() if ckpt else ():     # a save has the new
+            (out / f'until_{it}_{Path(file).name}').write_text(text, encoding='utf-8')
     write_log(log, it, began, run=describe(model, data, last_step, s, machine))
     if report:
         machine.say(str(report))
@@ -692,7 +698,8 @@ def asked_to_stop(stop, it, s, machine):
 def check_finite(mean, norm, it, out):
     if norm is not None and not math.isfinite(mean['loss'] + norm):
         raise UserError(f'the loss or its gradient is not finite at step {it}; {out}/ckpt.pt, if '
-                        'there is one, is good: try a lower learning_rate')
+                        'there is one, is good: try a lower learning_rate; if the first val loss '
+                        'is nan too, python -m tools.check says more')
 
 
 def open_log(out, ckpt, s):

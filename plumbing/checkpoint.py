@@ -25,7 +25,7 @@ def read_checkpoint(path):
     if not file.is_file():
         runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
         hint = f"there are {', '.join(runs)}" if runs else 'make one with train.py'
-        if any(Path(ROOT, folder, path).exists() for folder in ('', 'out')):
+        if any(Path(ROOT, folder, path, 'ckpt.pt').exists() for folder in ('', 'out')):
             hint = f'run this in {ROOT}'
         raise UserError(f'there is no checkpoint {file}; {hint}')
     with reading(file):
@@ -35,15 +35,20 @@ def read_checkpoint(path):
         return dict(ckpt, folder=str(file.parent))
 
 
+def changed_sources(ckpt):
+    """{file: its text then}, of the model files whose code is no longer that of the training."""
+    now = model_sources(ckpt['model'])
+    return {file: text for file, text in ckpt.get('sources', {}).items()
+            if code_of(text) != code_of(now.get(file, ''))}
+
+
 def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and adapters. changes: of its config."""
     module = import_model(ckpt['model'])
-    sources = model_sources(ckpt['model'])
-    for file, text in ckpt.get('sources', {}).items():
-        if code_of(text) != code_of(sources.get(file, '')):
-            print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
-                  'code on the old weights. The old file: python -m plumbing.checkpoint '
-                  f"{ckpt['folder']} {file} > old.py", file=sys.stderr)
+    for file in changed_sources(ckpt):
+        print(f"note: {file} has changed since {ckpt['folder']} was trained: this is today's "
+              'code on the old weights. The old file: python -m plumbing.checkpoint '
+              f"{ckpt['folder']} {file} > old.py", file=sys.stderr)
     # Imported weights of 16 bits are taken as they are. Others, and those of a model with adapters,
     # are copied into a new one.
     dtypes = {w.dtype for w in ckpt['weights'].values()}

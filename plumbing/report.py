@@ -37,12 +37,13 @@ def show_plan(model, data, it, last_step, s, machine):
                 f'{windows / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
     flops = 6 * active * (last_step - it) * data.rows * data.T / machine.world
     minutes = flops / (USUAL_SHARE * machine.matrix_rate()) / 60
-    machine.say(f'takes     about {max(1, minutes):.0f} minutes; weights, gradients and optimiser '
+    lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
+    machine.say(f'takes     {lasts}; weights, gradients and optimiser '
                 f'{human(4 * total + 12 * trained)}B, activations more')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if it:
         left = '' if it < last_step else ': nothing is left to train'
-        machine.say(f'resume    from step {it:,}{left}')
+        machine.say(f'resume    from step {it:,} of {last_step:,}{left}')
 
 
 def describe(model, data, steps, s, machine):

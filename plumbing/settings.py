@@ -166,8 +166,9 @@ def as_type(key, value, kind, text=None):
         return list(value)
     if str in options and text:
         return text
-    names = ' or '.join(option.__name__ for option in options)
-    raise UserError(f'{key} = {value!r} is not of type {names}')
+    names = ' or '.join(kind.__name__ for kind in options if kind is not types.NoneType)
+    example = ', such as 1,2,3' if list in options else ''
+    raise UserError(f'{key} = {value!r} is not of type {names}{example}')
 
 
 def check(s):
@@ -216,11 +217,14 @@ def import_model(name):
     paths = [*ROOT.glob('*.py'), *ROOT.glob('arena/*.py')]
     names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in paths
              if '\nConfig, Model =' in path.read_text(encoding='utf-8')]
+    name = name.removesuffix('.py').replace('/', '.')    # a path is understood, too
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
         hint = f'did you mean {near[0]}?' if near else f"there are {', '.join(sorted(names))}"
         file = name.replace('.', '/') + '.py'
-        raise UserError(f'there is no model file {file} that ends with Config, Model = ...; {hint}')
+        if (ROOT / file).is_file():
+            raise UserError(f'{file} is no model file: it must end with Config, Model = ...')
+        raise UserError(f'there is no model file {file}; {hint}')
     return importlib.import_module(name)
 
 

@@ -6,6 +6,7 @@ file holds the vocabulary. A run's folder has a copy of both.
 """
 
 import base64
+import difflib
 import hashlib
 import json
 import re
@@ -289,9 +290,9 @@ def load_meta(folder):
     if not path.exists():
         name = path.parent.name
         command = f'{name}, or: python prepare.py text --name {name} --input FILES'
-        if name.startswith('toy_'):
-            command = 'toy'
-        raise UserError(f'{path} is missing; make the data set with: python prepare.py {command}')
+        near = difflib.get_close_matches(name, [p.name for p in path.parent.parent.glob('*')], 1)
+        hint = f'did you mean {near[0]}?' if near else f'make it with: python prepare.py {command}'
+        raise UserError(f'there is no data set {path.parent}; {hint}')
     with reading(path):
         return json.loads(path.read_text(encoding='utf-8'))
 

@@ -100,7 +100,7 @@ def test_did_you_mean(args, hint, monkeypatch):
     (['--memory=16'], 'set stream=True'),
     (['--stream', '--stride=8'], 'a stream has no stride'),
     (['--resume', '--overwrite'], 'set one to False'),
-    (['--shard', '--compile'], 'do not go with compile'),
+    (['--shard', '--compile'], 'does not go with compile'),
     (['--shard', '--optimizer=muon'], 'without shard'),
     (['--surgery=compose'], 'set init_from')])
 def test_settings_that_cannot_be(args, message):

@@ -567,6 +567,8 @@ def test_a_model_file_that_changed_is_named(tiny, tmp_path, capsys):
         capsys.readouterr()
         load_checkpoint(tmp_path / 'run')
         assert ('moep.py has changed' in capsys.readouterr().err) == says
+    tiny('run', max_iters=2, resume=True)                        # the old file stays
+    assert (tmp_path / 'run/until_1_moep.py').read_text(encoding='utf-8') == before
 
 
 def test_fine_tuning_starts_where_the_base_ended(tiny, tmp_path):

@@ -364,7 +364,7 @@ def show_blocks(path):
             lambda _, args, name=name: sizes.update({name: args[0].float().std().item()}))
     whole = loss()
     print(f'{path}: val loss {whole:.4f} on {len(batches)} batches of {data_folder(ckpt)}')
-    print(f"{'block':24}{'reads, std':>12}{'loss without it':>18}")
+    print(f"{'block':24}{'stream, std':>12}{'loss without it':>18}")
     for name, block in blocks.items():
         before = deepcopy(block.state_dict())
         for p in block.parameters():
