@@ -41,12 +41,11 @@ def describe(path, prompt):
     elif not model.config.n_parallel:
         raise UserError(f'{path} has no routers: there is nothing to choose')
     shapes, weights = pack_weights(model)
-    total, active = model.count_params()
     tokens = [token.decode('latin-1') for token in tokenizer.token_bytes[:tokenizer.eot]]
     return dict(
         name=str(path), folder=ckpt['folder'], model=name, config=asdict(model.config),
-        data=str(ckpt['settings']['data']), parameters=total, active=active, prompt=prompt,
-        tokens=tokens, shapes=shapes, weights=weights)
+        data=str(ckpt['settings']['data']), prompt=prompt, tokens=tokens, shapes=shapes,
+        weights=weights)
 
 
 def fill(data):

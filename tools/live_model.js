@@ -274,42 +274,33 @@ function erf(z) {                   // Abramowitz and Stegun 7.1.26, within 1.5e
   return Math.sign(z) * (1 - poly * Math.exp(-z * z));
 }
 
-// ---- What it costs: count_params from a config alone, the width of attention (tools/flops.py) ---
+// ---- What it costs: count_params from a config alone, and tools/flops.py --------------------------
 
-// used: parameters that all tokens use, idle: that none multiplies; routed: [number of pools,
-// choices of a pool, parameters of a choice]
-function tally(K, used, idle, routed, attention) {
-  let total = used + idle, active = used;
-  for (const [pools, choices, size] of routed) {
-    total += pools * choices * size;
-    active += pools * Math.min(K, choices) * size;
-  }
-  return { total, active, attention };
+// used: parameters that every token uses; idle: that none multiplies; box: those of one box in each
+// layer; attention: its width
+function tally(c, boxes, K, used, idle, box, attention) {
+  const active = used + K * box;
+  const flops = 2 * active + 2 * attention * c.block_size;
+  return { total: used + idle + boxes * box, active, flops };
 }
 
 const COST = {
-  moep(c) {
-    const { n_embd: D, n_embd_parallel: d, n_block: P, n_expert: E, expert_hidden: h } = c;
+  moep(c, boxes, K) {
+    const { n_embd: D, n_embd_parallel: d, n_layer, n_parallel, expert_hidden: h } = c;
     const affine = (from, to) => from * to + to;
     const ffn = width => affine(width, (c.swiglu ? 8 : 4) * width) + affine(4 * width, width);
     const expert = (from, to) => c.swiglu ? affine(from, 2 * h) + affine(h, to) : affine(from, to);
     const block = 4 * D + affine(D, 3 * D) + affine(D, D) + ffn(D);
-    const used = c.vocab_size * D + 2 * D + c.n_layer * block + E * (D + d) +
-      c.n_parallel * P * (d + 2 * d + affine(d, 3 * d));
-    const routed = [[c.n_parallel, P, 2 * d + affine(d, d) + ffn(d)],
-      [1, E, expert(D, d)], [1, E, expert(d, D)]];
-    return tally(c.top_k, used, c.block_size * D, routed, c.n_layer * D + c.n_parallel * P * d);
+    const used = c.vocab_size * D + 2 * D + n_layer * block + boxes * (D + d) +
+      n_parallel * boxes * (3 * d + affine(d, 3 * d));
+    const box = n_parallel * (2 * d + affine(d, d) + ffn(d)) + expert(D, d) + expert(d, D);
+    return tally(c, boxes, K, used, c.block_size * D, box, n_layer * D + n_parallel * boxes * d);
   },
-  moduleformer(c) {
-    const { n_embd: D, n_layer: L, vocab_size: V } = c;
-    const per_layer = n => Array.isArray(n) ? n : Array(L).fill(n);
-    const att = per_layer(c.n_att), ffd = per_layer(c.n_ffd);
-    const embeddings = [...att, ...ffd].reduce((sum, n) => sum + n * c.d_router, 0);
-    const kv = c.identity_kv ? 0 : 2 * D * c.d_att;
-    const used = V * D + 2 * D + L * (4 * D + kv + 2 * D * c.d_router) + embeddings;
-    const routed = [
-      ...att.map(n => [1, n, 2 * D * c.d_att]), ...ffd.map(n => [1, n, 2 * D * c.d_ffd])];
-    return tally(c.top_k, used, V * D, routed, L * c.top_k * c.d_att);
+  moduleformer(c, boxes, K) {
+    const { n_embd: D, n_layer: L, vocab_size: V, d_att, d_ffd, d_router } = c;
+    const kv = c.identity_kv ? 0 : 2 * D * d_att;
+    const used = V * D + 2 * D + L * (4 * D + kv + 2 * (D + boxes) * d_router);
+    return tally(c, boxes, K, used, V * D, 2 * L * D * (d_att + d_ffd), L * K * d_att);
   },
 };
 

@@ -9,7 +9,7 @@ const rank = new Map(tokens.map((token, id) => [token, id]));
 const UNTOUCHED = { out: [], force: {}, top_k: config.top_k, temperature: 1 };
 const HUES = [250, 65, 150, 15, 305, 105, 200, 345];
 const KINDS = {                     // of a layer, by the end of its name: a choice, what it does
-  shrink: ['expert', 'to fewer numbers per token'],
+  shrink: ['expert', 'fewer numbers per token'],
   grow: ['expert', 'back to the full size'],
   att: ['module', 'attention'],
   ffd: ['module', 'feed-forward'],
@@ -44,12 +44,14 @@ function colour(element, e) {
   element.style.setProperty('--hue', HUES[e % HUES.length]);
 }
 
-const percent = part => (100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0) + '%';
 const number = (value, digits) => value.toFixed(digits).replace('-', '−');
+const percent = part => part < 0.0005 ? '<0.1%' : number(100 * part, part < 0.0995 ? 1 : 0) + '%';
 const signed = (value, digits) => (value < 0 ? '' : '+') + number(value, digits);
 const whole = value => Math.round(value).toLocaleString('en');
 const times = ratio => ratio < 10 ? number(ratio, 1) : whole(ratio);
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
+const nameOf = (layer, e) => `${kindOf(layer)[0]} ${e} of ${layer}`;
+const placesOf = layer => Object.keys(now.routes[layer].gate_NE[0]).map(e => `${layer}/${e}`);
 const meanLoss = answer => total(answer.nats) / Math.max(1, idx.length - 1);
 const layers = () => Object.keys(now.routes);
 const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
@@ -89,8 +91,12 @@ function readable(ids) {
   return ids.slice(half * Math.max(0, Math.ceil(ids.length / half) - 2));
 }
 
+// A space at the end is the beginning of the next word.
+const textOf = box => $(box).value.replace(/ +$/, '');
+const idsOf = box => [EOT, ...encode(textOf(box), rank)];
+
 // The text has changed. A token stays forced if all up to it is the same as before.
-function readText(newIds = [EOT, ...encode($('text').value, rank)]) {
+function readText(newIds = idsOf('text')) {
   const old = idx;
   ids = newIds;
   idx = readable(ids);
@@ -112,33 +118,36 @@ function paint() {
   const focused = document.activeElement.id;
   paintTokens();
   paintMachine(looked);
-  paintPanel();
   paintLoss();
+  paintChanges();
   paintNext();
   paintPair();
-  if (focused && document.activeElement.id !== focused) $(focused)?.focus();
+  if (focused && document.activeElement.id !== focused) $(focused)?.focus({ preventScroll: true });
 }
 
-// Draw a token as sample.py does: from the 50 most probable, at a temperature of 0.8.
-function draw(logits) {
-  const best = [...logits.keys()].sort((a, b) => logits[b] - logits[a]).slice(0, 50);
-  const prob = softmax(Float32Array.from(best, id => logits[id] / 0.8));
-  let rest = Math.random();
-  return best.find((_, i) => (rest -= prob[i]) < 0) ?? best[0];
+// Knock out the one box without which harm(hands) is largest.
+function knockOutWorst(harm) {
+  const places = layers().flatMap(placesOf);
+  const harms = places.map(place => harm({ ...hands, out: [place] }));
+  picked = places[harms.indexOf(Math.max(...harms))];
+  hands.out = [picked];
+  update();
+}
+
+// Write a token at the end of the text.
+function write(id) {
+  readText([...ids, id]);
+  $('text').value = decode(ids.slice(1).map(id => tokens[id]));
 }
 
 async function goOn() {
-  const start = ids.length;
-  const begin = $('text').value;
-  let written = begin;
   isWriting = true;
   $('go').textContent = 'Stop';
-  for (let n = 0; n < 60 && isWriting && $('text').value === written; n++) {   // or until you type
-    const id = draw(now.logits.at(-1));
-    if (id === EOT) break;
-    written = begin + decode([...ids.slice(start), id].map(i => tokens[i]));
-    $('text').value = written;
-    readText([...ids, id]);
+  for (let n = 0; n < 60 && isWriting; n++) {
+    let rest = Math.random();
+    const id = softmax(now.logits.at(-1)).findIndex(prob => (rest -= prob) < 0);
+    if (!tokens[id]) break;         // the end of the text
+    write(id);
     await new Promise(resolve => setTimeout(resolve, 70));
   }
   isWriting = false;
@@ -182,8 +191,8 @@ function paintTokens() {
 
 function paintMachine(t) {
   $('machine-title').textContent = `The way of “${wordOf(idx[t])}”`;
-  $('machine-token').textContent = t ? 'The model had given it a probability of ' +
-    `${percent(Math.exp(-now.nats[t]))}, a loss of ${number(now.nats[t], 2)} nats.` :
+  $('machine-token').textContent = t ? 'Before it read this token, the model gave it a ' +
+    `probability of ${percent(Math.exp(-now.nats[t]))}: a loss of ${number(now.nats[t], 2)} nats.` :
     'Every text begins with this token.';
   const machine = $('machine');
   machine.replaceChildren();
@@ -192,7 +201,7 @@ function paintMachine(t) {
   const ordinary = text => {                             // MoEP's first and last layers
     ribbons(machine, above, [1]);
     above = [1];
-    make(machine, 'div', 'whole soft', text);
+    make(machine, 'div', 'whole', text);
   };
   if (live.model === 'moep') ordinary('an ordinary layer, the same for every token');
   for (const layer of layers()) {
@@ -201,9 +210,10 @@ function paintMachine(t) {
     above = gate_NE[t];
     const title = make(machine, 'p', 'title');
     make(title, 'b', '', layer);
-    title.append(` ${kindOf(layer)[1]}`);
+    make(title, 'span', '', kindOf(layer)[1]);
     const row = make(machine, 'div', gate_NE[t].length > 4 ? 'layer many' : 'layer');
     gate_NE[t].forEach((gate, e) => paintBox(row, layer, e, gate, score_NE[t][e]));
+    if (picked?.startsWith(`${layer}/`)) paintPanel(layer, Number(picked.split('/')[1]));
   }
   if (live.model === 'moep') ordinary('an ordinary layer, then the guess for the next token');
 }
@@ -214,35 +224,35 @@ function paintBox(row, layer, e, gate, score) {
   const box = button(row, place, '', () => {
     picked = picked === place ? null : place;
     paint();
-    $('panel').scrollIntoView({ block: 'nearest' });
   });
   colour(box, e);
   box.style.setProperty('--gate', 100 * gate + '%');
   if (gate > 0) box.classList.add('on');
   if (isOut) box.classList.add('out');
-  box.setAttribute('aria-pressed', picked === place);
-  box.setAttribute('aria-label', `${kindOf(layer)[0]} ${e} of ${layer}, ` +
-    `${isOut ? 'knocked out' : 'gate ' + percent(gate)}, score ${number(score, 1)}`);
+  box.setAttribute('aria-expanded', picked === place);
+  const shown = number(score / hands.temperature, 1);
+  box.setAttribute('aria-label', `${nameOf(layer, e)}, ` +
+    (isOut ? 'knocked out' : `gate ${percent(gate)}, score ${shown}`));
   make(box, 'small', 'kind', `${kindOf(layer)[0]} `);
   make(box, 'small', '', e);
-  const share = gate < 0.005 ? '<1%' : `${(100 * gate).toFixed(0)}%`;
-  make(box, 'b', '', isOut ? 'out' : gate > 0 ? share : '·');
+  make(box, 'b', '', isOut ? 'out' : gate > 0 ? percent(gate) : '·');
+  if (isOut) return;
   make(box, 'small', 'kind', 'score ');
-  make(box, 'small', '', number(score, 1));
+  make(box, 'small', '', shown);
 }
 
-// From the choices above through one point to those below.
+// From the choices above to one stem, and from it to those below.
 function ribbons(parent, above, below) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
-  svg.setAttribute('viewBox', '0 0 100 66');
+  svg.setAttribute('viewBox', '0 0 100 64');
   svg.setAttribute('preserveAspectRatio', 'none');
   svg.setAttribute('aria-hidden', true);
-  for (const [gates, edge, bend] of [[above, 0, 0], [below, 66, 44]]) {
+  for (const [gates, start, end] of [[above, 0, 20], [below, 64, 44], [[1], 20, 44]]) {
     gates.forEach((gate, e) => {
       if (!gate) return;
       const x = 100 * (e + 0.5) / gates.length;
       const path = document.createElementNS(svg.namespaceURI, 'path');
-      path.setAttribute('d', `M${x} ${edge}V${bend}C${x} 22 50 ${bend} 50 22`);
+      path.setAttribute('d', `M${x} ${start}C${x} ${end} 50 ${start} 50 ${end}`);
       path.setAttribute('stroke-width', 1 + 8 * gate);
       if (gates.length > 1) colour(path, e);
       svg.append(path);
@@ -251,23 +261,19 @@ function ribbons(parent, above, below) {
   parent.append(svg);
 }
 
-// What can be done with the box that was clicked.
-function paintPanel() {
-  const panel = $('panel');
-  panel.replaceChildren();
-  panel.hidden = !picked;
-  if (!picked) return;
-  const layer = picked.split('/')[0];
-  const e = Number(picked.split('/')[1]);
+// What can be done with the box that was clicked, below its layer.
+function paintPanel(layer, e) {
+  const panel = make($('machine'), 'div');
+  panel.id = 'panel';
   const { gate_NE } = now.routes[layer];
   const mine = tokensOf(gate_NE, e).map(t => `${wordOf(idx[t])} ${percent(gate_NE[t][e])}`);
-  make(panel, 'b', '', `${kindOf(layer)[0]} ${e} of ${layer}`);
-  make(panel, 'p', 'small', mine.length ? `${mine.length} of ${idx.length} tokens take it, the ` +
-    `others are pale in the text: ${mine.join(' · ')}` : 'No token takes it.');
-
+  const others = mine.length < idx.length ? ', the others are pale in the text' : '';
+  make(panel, 'b', '', nameOf(layer, e));
+  make(panel, 'p', 'hint', mine.length ?
+    `${mine.length} of ${idx.length} tokens take it${others}: ${mine.join(' · ')}` :
+    'No token takes it.');
   const isOut = hands.out.includes(picked);
-  const isOpen = other => other !== e && !hands.out.includes(`${layer}/${other}`);
-  const others = [...gate_NE[0].keys()].filter(isOpen);
+  const isLast = placesOf(layer).every(place => place === picked || hands.out.includes(place));
   let row = make(panel, 'div', 'row');
   button(row, 'knock', isOut ? 'Put it back' : 'Knock it out', () => {
     hands.out = isOut ? hands.out.filter(place => place !== picked) : [...hands.out, picked];
@@ -275,9 +281,9 @@ function paintPanel() {
       if (place.startsWith(`${layer}/`) && hands.force[place] === e) delete hands.force[place];
     }
     update();
-  }).disabled = !others.length;
-  make(row, 'span', 'hint', others.length ? 'Its score becomes −∞: tokens that took it take ' +
-    'their next best instead.' : 'The last one of a layer stays.');
+  }).disabled = isLast;
+  make(row, 'span', 'hint', isLast ? 'The last one of a layer stays.' :
+    'Out: its score is −∞, and tokens take their next best box.');
 
   const place = `${layer}/${looked}`;
   const word = wordOf(idx[looked]);
@@ -288,7 +294,8 @@ function paintPanel() {
     else hands.force[place] = e;
     update();
   }).disabled = isOut;
-  make(row, 'span', 'hint', 'This one token takes nothing else in this layer: a gate of 100%.');
+  make(row, 'span', 'hint', 'Sent here, this one token takes nothing else in this layer: a gate ' +
+    'of 100%, until you change the text up to it.');
   if (isTouched()) paintChange(make(panel, 'p', '', `Loss ${number(meanLoss(now), 2)}, `));
 }
 
@@ -301,147 +308,111 @@ function paintChange(parent) {
 }
 
 function paintLoss() {
-  const mean = meanLoss(now);
   const box = $('loss');
   box.replaceChildren();
-  if (idx.length === 1) {
-    make(box, 'p', 'soft', 'Write something first.');
-  } else {
-    make(box, 'span', 'figure', number(mean, 2));
-    box.append(' nats per token');
-    if (isTouched()) paintChange(make(box, 'p'));
-    make(box, 'p', 'hint', 'The loss, the mean surprise: 0 is certainty. Here the model is as ' +
-      `unsure as if ${times(Math.exp(mean))} tokens were equally probable each time.`);
-  }
+  make(box, 'span', 'figure', number(meanLoss(now), 2));
+  box.append(' nats per token');
+  if (isTouched()) paintChange(make(box, 'p'));
   if (ids.length > idx.length) {
     make(box, 'p', 'hint', `It reads the last ${idx.length} of ${ids.length} tokens.`);
   }
-  const forced = Object.entries(hands.force).map(([place, e]) => {
+}
+
+function paintChanges() {
+  const changes = hands.out.map(place => `without ${nameOf(...place.split('/'))}`);
+  for (const [place, e] of Object.entries(hands.force)) {
     const [layer, t] = place.split('/');
-    return `${wordOf(idx[t])} → ${layer}/${e}`;
-  });
-  const row = $('changes');
-  row.replaceChildren();
-  for (const text of [...hands.out.map(place => `without ${place}`), ...forced]) {
-    make(row, 'span', 'hint', text);
+    changes.push(`“${wordOf(idx[t])}” sent to ${nameOf(layer, e)}`);
   }
-  if (isTouched()) button(row, 'undo', 'Undo all', reset);
-  else make(row, 'span', 'hint', 'Nothing is changed yet: click a box in the model, knock it out.');
+  if (hands.top_k !== config.top_k) changes.push(`K = ${hands.top_k}`);
+  if (hands.temperature !== 1) changes.push(`temperature ${hands.temperature}`);
+  $('changes').replaceChildren();
+  if (!changes.length) return;
+  make($('changes'), 'span', '', changes.join(', '));
+  button($('changes'), 'undo', 'Undo all', reset);
 }
 
 function reset() {
   hands = structuredClone(UNTOUCHED);
-  for (const [id, value] of [['top_k', config.top_k], ['temperature', 0]]) {
-    $(id).value = value;
-    $(id).oninput();                // which updates the page
-  }
+  $('top_k').value = config.top_k;
+  $('temperature').value = 1;
+  turnRouter();
 }
 
 function paintNext() {
   const [prob, old] = [now, before].map(answer => softmax(answer.logits.at(-1)));
-  const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 8);
+  const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 6);
   $('next').replaceChildren();
   best.forEach((id, i) => {
-    const line = button($('next'), `next${i}`, '', () => {
-      $('text').value += decode([tokens[id]]);
-      readText([...ids, id]);
-    });
+    const line = button($('next'), `next${i}`, '', () => write(id));
     line.disabled = id === EOT;
     make(line, 'b', '', id === EOT ? '⟨end⟩' : wordOf(id));
     const track = make(line, 'span', 'track');
     make(track, 'i').style.width = 100 * prob[id] + '%';
     if (isTouched()) make(track, 'u').style.left = 100 * old[id] + '%';
-    const change = isTouched() ? ` (${signed(100 * (prob[id] - old[id]), 1)})` : '';
-    make(line, 'small', '', percent(prob[id]) + change);
+    const change = 100 * (prob[id] - old[id]);
+    const shown = Math.abs(change) < 0.05 ? '' : ` (${signed(change, 1)})`;
+    make(line, 'small', '', percent(prob[id]) + shown);
   });
 }
 
-function paintPair() {
+function scoreOf(box, hands) {
   const everywhere = { ...hands, force: {} };            // a forced token is one of the text above
-  const [first, second] = ['pair0', 'pair1'].map(box => {
-    const idx = readable([EOT, ...encode($(box).value, rank)]);
-    const [score, old] = [everywhere, UNTOUCHED].map(hands => -total(read(box, idx, hands).nats));
-    $(`${box}-score`).textContent = number(score, 2);
-    return { score, old };
-  });
-  const prefers = gap => Math.abs(gap) < 0.005 ? 'both equally' :
-    `the ${gap > 0 ? 'first' : 'second'}, by ${number(Math.abs(gap), 2)} nats: ` +
-    `${times(Math.exp(Math.abs(gap)))} times as probable`;
-  $('verdict').textContent = `The model prefers ${prefers(first.score - second.score)}.` +
-    (isTouched() ? ` Untouched it prefers ${prefers(first.old - second.old)}.` : '');
+  return -total(read(box, readable(idsOf(box)), everywhere).nats);
+}
+
+const lead = hands => scoreOf('pair0', hands) - scoreOf('pair1', hands);
+
+function prefers(lead) {
+  const gap = Math.abs(lead);
+  if (gap < 0.005) return 'prefers neither.';
+  const ratio = gap > Math.log(1e6) ? 'over a million' : times(Math.exp(gap));
+  return `prefers the ${lead > 0 ? 'first' : 'second'}: ${ratio} times as probable.`;
+}
+
+function paintPair() {
+  for (const box of ['pair0', 'pair1']) {
+    $(`${box}-score`).textContent = number(scoreOf(box, hands), 2);
+  }
+  const [length, other] = ['pair0', 'pair1'].map(box => idsOf(box).length);
+  let verdict = `The model ${prefers(lead(hands))}`;
+  if (isTouched()) verdict += ` Untouched, it ${prefers(lead(UNTOUCHED))}`;
+  if (length !== other) verdict += ' But they differ in length, and each token lowers the sum.';
+  $('verdict').textContent = Math.min(length, other) > 1 ? verdict : 'Write two sentences.';
 }
 
 // ---- Sliders ------------------------------------------------------------------------------------
 
-// Its name, its value, and a line that explains it. act(value) -> what to show as the value
-function slider(parent, id, name, hint, [min, max, step], value, act) {
-  const box = make($(parent), 'div', 'slider');
-  make(box, 'label', '', name).htmlFor = id;
-  const shown = make(box, 'output');
-  const input = make(box, 'input');
-  Object.assign(input, { id, type: 'range', min, max, step, value });
-  make(box, 'span', 'hint', hint);
-  input.oninput = () => { shown.textContent = act(Number(input.value)); };
-  shown.textContent = act(value);
+// The value of a slider, which is also shown above it.
+function valueOf(id) {
+  $(`${id}-shown`).textContent = $(id).value;
+  return Number($(id).value);
 }
 
-function makeRouter() {
-  const fewest = Math.min(...layers().map(layer => now.routes[layer].gate_NE[0].length));
-  slider('router', 'top_k', 'K: how many boxes a token takes', `Trained with ${config.top_k}. ` +
-    'With 1 a token takes only its best; with more, weaker ones join in.', [1, fewest, 1],
-  config.top_k, value => {
-    hands.top_k = value;
-    update();
-    return value;
-  });
-  slider('router', 'temperature', 'Router temperature', 'It divides the scores: trained with 1. ' +
-    'Cold, the best box gets nearly all; hot, the gates become even.', [-1, 1, 0.05], 0, value => {
-    hands.temperature = 10 ** value;
-    update();
-    return number(hands.temperature, 2);
-  });
+function turnRouter() {
+  hands.top_k = valueOf('top_k');
+  hands.temperature = valueOf('temperature');
+  update();
 }
 
-const SIZES = {                     // of the config: those that it has become sliders
-  n_block: ['Blocks in a layer', 'More to choose from: more to store, and to attend in.'],
-  n_expert: ['Experts', 'More to choose from: more to store.'],
-  n_att: ['Attention modules', 'More to choose from: more to store.'],
-  n_ffd: ['FFN modules', 'More to choose from: more to store.'],
-  top_k: ['K', 'How many of them a token takes: it pays for these.'],
-  n_embd: ['Width', 'Of the whole model: most costs grow with its square.'],
-};
-const OTHER_WIDTHS = ['n_embd_parallel', 'd_att', 'd_ffd'];      // they go along with n_embd
-
-function makeCost() {
+function paintCost() {
+  const boxes = valueOf('boxes');
+  $('cost-k').max = boxes;
+  const scale = valueOf('width') / config.n_embd;
   const c = { ...config };
-  for (const key in SIZES) {
-    if (!(key in config)) continue;
-    const value = [config[key]].flat()[0];               // of the first layer, if layers differ
-    const step = key === 'n_embd' ? config.n_embd / 4 : 1;
-    slider('sliders', `cost-${key}`, ...SIZES[key], [step, 16 * step, step], value, chosen => {
-      c[key] = chosen === value ? config[key] : chosen;
-      for (const width of OTHER_WIDTHS) c[width] = config[width] * c.n_embd / config.n_embd;
-      paintCost(c);
-      return chosen;
-    });
-  }
-}
-
-function paintCost(c) {
-  const { total, active, attention } = COST[live.model](c);
-  const flops = 6 * active + 6 * attention * c.block_size;       // as in tools/flops.py
+  for (const key of ['n_embd', 'n_embd_parallel', 'd_att', 'd_ffd']) c[key] *= scale;
+  const { total, active, flops } = COST[live.model](c, boxes, valueOf('cost-k'));
   $('cost-total').textContent = whole(total);
   $('cost-active').textContent = whole(active);
-  $('cost-flops').textContent = whole(flops / 3);
-  $('cost-hint').textContent = `A token uses ${percent(active / total)} of the parameters. ` +
-    `To train on it takes ${whole(flops)} FLOPs. (At ${c.block_size} tokens of context.)`;
+  $('cost-flops').textContent = whole(flops);
 }
 
 // ---- Begin --------------------------------------------------------------------------------------
 
-$('k').textContent = config.top_k;
-$('source').textContent = `${live.model}.py of nanopaths, ${whole(live.parameters)} parameters, ` +
-  `run ${visible(live.name)}, trained on ${visible(live.data)}.`;
+for (const place of document.querySelectorAll('.k')) place.textContent = config.top_k;
+if (live.model !== 'moep') $('worked').remove();         // its softmax is over all boxes
+$('source').textContent =
+  `${live.model}.py of nanopaths, run ${visible(live.name)}, trained on ${visible(live.data)}`;
 for (const example of document.querySelectorAll('#examples button')) {
   example.onclick = () => {
     $('text').value = example.textContent;
@@ -449,13 +420,38 @@ for (const example of document.querySelectorAll('#examples button')) {
   };
 }
 $('text').value = live.prompt;
-$('text').oninput = () => readText();
+$('text').oninput = () => {
+  isWriting = false;
+  readText();
+};
 $('pair0').oninput = $('pair1').oninput = paintPair;
 $('go').onclick = () => isWriting ? isWriting = false : goOn();
+$('find-text').onclick = () => knockOutWorst(hands => total(forward(live, idx, hands).nats));
+$('find-pair').onclick = () => knockOutWorst(hands => -lead(hands));
 $('tokens').onkeydown = event => {
-  if (event.key === 'ArrowRight') event.target.nextSibling?.focus();
-  if (event.key === 'ArrowLeft') event.target.previousSibling?.focus();
+  const { previousSibling, nextSibling, parentNode } = event.target;
+  const goal = { ArrowLeft: previousSibling, ArrowRight: nextSibling,
+    Home: parentNode.firstChild, End: parentNode.lastChild }[event.key];
+  if (!goal) return;
+  event.preventDefault();
+  goal.focus();
+};
+document.onkeydown = event => {
+  if (event.key !== 'Escape' || !picked) return;
+  if ($('panel').contains(event.target)) $(picked).focus();
+  picked = null;
+  paint();
 };
 readText();
-makeRouter();
-makeCost();
+
+const boxes = [config.n_block ?? config.n_att].flat()[0];        // of the first layer
+const unit = config.n_embd / 4;
+$('top_k').max = Math.min(...layers().map(layer => placesOf(layer).length));
+$('top_k').value = config.top_k;
+$('top_k').oninput = $('temperature').oninput = turnRouter;
+Object.assign($('width'), { min: unit, max: 16 * unit, step: unit, value: config.n_embd });
+Object.assign($('boxes'), { max: 4 * boxes, value: boxes });
+Object.assign($('cost-k'), { max: boxes, value: config.top_k });
+$('width').oninput = $('boxes').oninput = $('cost-k').oninput = paintCost;
+turnRouter();
+paintCost();
