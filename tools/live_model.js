@@ -274,7 +274,7 @@ function erf(z) {                   // Abramowitz and Stegun 7.1.26, within 1.5e
   return Math.sign(z) * (1 - poly * Math.exp(-z * z));
 }
 
-// ---- What it costs: count_params from a config alone, and tools/flops.py --------------------------
+// ---- What it costs: count_params from a config alone, and tools/flops.py ------------------------
 
 // used: parameters that every token uses; idle: that none multiplies; box: those of one box in each
 // layer; attention: its width
@@ -374,7 +374,7 @@ function encode(text, rank) {
   });
 }
 
-function decode(tokens, fatal = false) {
+function decode(tokens) {
   const bytes = Uint8Array.from(tokens.join(''), letter => letter.charCodeAt(0));
-  return new TextDecoder('utf-8', { fatal, ignoreBOM: true }).decode(bytes);
+  return new TextDecoder('utf-8', { ignoreBOM: true }).decode(bytes);
 }

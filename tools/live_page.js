@@ -40,15 +40,13 @@ function button(parent, id, text, act) {
 }
 
 function colour(element, e) {
-  element.classList.add('choice');
-  element.style.setProperty('--hue', HUES[e % HUES.length]);
+  element.style.setProperty('--colour', `oklch(var(--light) .125 ${HUES[e % HUES.length]})`);
 }
 
 const number = (value, digits) => value.toFixed(digits).replace('-', '−');
 const percent = part => part < 0.0005 ? '<0.1%' : number(100 * part, part < 0.0995 ? 1 : 0) + '%';
 const signed = (value, digits) => (value < 0 ? '' : '+') + number(value, digits);
 const whole = value => Math.round(value).toLocaleString('en');
-const times = ratio => ratio < 10 ? number(ratio, 1) : whole(ratio);
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
 const nameOf = (layer, e) => `${kindOf(layer)[0]} ${e} of ${layer}`;
 const placesOf = layer => Object.keys(now.routes[layer].gate_NE[0]).map(e => `${layer}/${e}`);
@@ -65,11 +63,7 @@ function visible(text) {
 
 function wordOf(id) {
   if (id === EOT) return '⟨start⟩';
-  try {
-    return visible(decode([tokens[id]], true)).replace(/^ (?=\S)/, '').replaceAll(' ', '␣');
-  } catch {                         // a part of a letter
-    return Array.from(tokens[id], c => '\\x' + c.charCodeAt(0).toString(16)).join('');
-  }
+  return visible(decode([tokens[id]])).replace(/^ (?=\S)/, '').replaceAll(' ', '␣');
 }
 
 // ---- Reading ------------------------------------------------------------------------------------
@@ -118,7 +112,7 @@ function paint() {
   const focused = document.activeElement.id;
   paintTokens();
   paintMachine(looked);
-  paintLoss();
+  paintLoss($('loss'));
   paintChanges();
   paintNext();
   paintPair();
@@ -159,6 +153,8 @@ async function goOn() {
 function paintTokens() {
   const [layer, e] = picked && !hands.out.includes(picked) ? picked.split('/') : [];
   $('tokens').replaceChildren();
+  const missing = ids.length - idx.length;
+  $('missing').textContent = missing ? `The model no longer sees the first ${missing} tokens.` : '';
   idx.forEach((id, t) => {
     const token = button($('tokens'), `token${t}`, '', () => {
       looked = t;
@@ -296,26 +292,17 @@ function paintPanel(layer, e) {
   }).disabled = isOut;
   make(row, 'span', 'hint', 'Sent here, this one token takes nothing else in this layer: a gate ' +
     'of 100%, until you change the text up to it.');
-  if (isTouched()) paintChange(make(panel, 'p', '', `Loss ${number(meanLoss(now), 2)}, `));
+  paintLoss(make(panel, 'p'));
 }
 
-// What the changes do to the loss.
-function paintChange(parent) {
+function paintLoss(parent) {
   const [mean, old] = [now, before].map(meanLoss);
+  parent.hidden = idx.length === 1;
+  parent.textContent = `Loss of this text: ${number(mean, 2)} nats per token`;
+  if (!isTouched()) return;
   const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
-  parent.append(`untouched ${number(old, 2)}: `);
+  parent.append(`, untouched ${number(old, 2)}: `);
   make(parent, 'b', word, `${signed(mean - old, 2)}, ${word}`);
-}
-
-function paintLoss() {
-  const box = $('loss');
-  box.replaceChildren();
-  make(box, 'span', 'figure', number(meanLoss(now), 2));
-  box.append(' nats per token');
-  if (isTouched()) paintChange(make(box, 'p'));
-  if (ids.length > idx.length) {
-    make(box, 'p', 'hint', `It reads the last ${idx.length} of ${ids.length} tokens.`);
-  }
 }
 
 function paintChanges() {
@@ -341,7 +328,7 @@ function reset() {
 
 function paintNext() {
   const [prob, old] = [now, before].map(answer => softmax(answer.logits.at(-1)));
-  const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 6);
+  const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 8);
   $('next').replaceChildren();
   best.forEach((id, i) => {
     const line = button($('next'), `next${i}`, '', () => write(id));
@@ -364,10 +351,10 @@ function scoreOf(box, hands) {
 const lead = hands => scoreOf('pair0', hands) - scoreOf('pair1', hands);
 
 function prefers(lead) {
-  const gap = Math.abs(lead);
-  if (gap < 0.005) return 'prefers neither.';
-  const ratio = gap > Math.log(1e6) ? 'over a million' : times(Math.exp(gap));
-  return `prefers the ${lead > 0 ? 'first' : 'second'}: ${ratio} times as probable.`;
+  const ratio = Math.exp(Math.abs(lead));
+  if (ratio < 1.05) return 'prefers neither.';
+  const shown = ratio > 1e6 ? 'over a million' : ratio < 10 ? number(ratio, 1) : whole(ratio);
+  return `prefers the ${lead > 0 ? 'first' : 'second'}: ${shown} times as probable.`;
 }
 
 function paintPair() {
