@@ -21,7 +21,6 @@ let idx = [];
 let now, before;                    // what the model says with the changes, and without them
 let looked = 0;                     // the token whose way is shown
 let picked = null;                  // the box that was clicked, as 'layer/choice'
-let isWriting = false;
 
 // Text from the data and the reader goes into the page through here alone, never as HTML.
 function make(parent, tag, className = '', text = '') {
@@ -50,7 +49,7 @@ const whole = value => Math.round(value).toLocaleString('en');
 const kindOf = layer => KINDS[layer.split('.').at(-1)] || ['block', 'small Transformers'];
 const nameOf = (layer, e) => `${kindOf(layer)[0]} ${e} of ${layer}`;
 const placesOf = layer => Object.keys(now.routes[layer].gate_NE[0]).map(e => `${layer}/${e}`);
-const meanLoss = answer => total(answer.nats) / Math.max(1, idx.length - 1);
+const meanLoss = answer => total(answer.nats) / (idx.length - 1);
 const layers = () => Object.keys(now.routes);
 const isTouched = () => JSON.stringify(hands) !== JSON.stringify(UNTOUCHED);
 
@@ -135,17 +134,13 @@ function write(id) {
 }
 
 async function goOn() {
-  isWriting = true;
-  $('go').textContent = 'Stop';
-  for (let n = 0; n < 60 && isWriting; n++) {
+  for (let n = 0; n < 20; n++) {
     let rest = Math.random();
     const id = softmax(now.logits.at(-1)).findIndex(prob => (rest -= prob) < 0);
-    if (!tokens[id]) break;         // the end of the text
+    if (!tokens[id]) return;        // the end of the text
     write(id);
     await new Promise(resolve => setTimeout(resolve, 70));
   }
-  isWriting = false;
-  $('go').textContent = 'Go on';
 }
 
 // ---- Painting -----------------------------------------------------------------------------------
@@ -407,12 +402,9 @@ for (const example of document.querySelectorAll('#examples button')) {
   };
 }
 $('text').value = live.prompt;
-$('text').oninput = () => {
-  isWriting = false;
-  readText();
-};
+$('text').oninput = () => readText();
 $('pair0').oninput = $('pair1').oninput = paintPair;
-$('go').onclick = () => isWriting ? isWriting = false : goOn();
+$('go').onclick = goOn;
 $('find-text').onclick = () => knockOutWorst(hands => total(forward(live, idx, hands).nats));
 $('find-pair').onclick = () => knockOutWorst(hands => -lead(hands));
 $('tokens').onkeydown = event => {
