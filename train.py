@@ -378,7 +378,7 @@ def find_run(out, s, keys, machine):
         raise UserError(f'{out} is a data set: set another --out_dir')
     is_plan = s.max_iters == 0 and not s.surgery
     if is_plan or s.overwrite or not any(out.glob('ckpt*.pt')):
-        if s.resume:
+        if s.resume and not is_plan:
             machine.say(f'resume    there is no run in {out}: a new one begins')
         return None
     if not s.resume:
@@ -556,12 +556,11 @@ def run(s, module, keys, machine):
     if ckpt:
         it = ckpt['iter']
         data.go_to(ckpt['data'])
-    last_step = s.max_iters or data.steps()
+    is_surgery_alone = s.max_iters == 0 and s.surgery
+    last_step = 0 if is_surgery_alone else s.max_iters or data.steps()
     show_plan(model, data, it, last_step, s, machine)
-    if s.max_iters == 0:
-        if not s.surgery:                                # the plan was all
-            return
-        last_step = 0                                    # the surgery alone
+    if s.max_iters == 0 and not s.surgery:               # the plan was all
+        return
     if (s.memory or data.T > model.config.block_size) and context_limit(model.eval()):
         raise UserError(f'{s.model} reads no more than its block_size: lower seq_len, set no '
                         'memory, or take a model such as moduleformer')

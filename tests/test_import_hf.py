@@ -241,7 +241,7 @@ def test_mistakes(damage, changes, hint, run, byte_data, tmp_path, monkeypatch):
 def test_mistakes_about_tokenizers(run, byte_data, tmp_path, monkeypatch):
     save_random(tmp_path / 'hf')
     into = ['tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run']
-    assert 'no tokenizer.json: name one' in run(*into, code=2).stderr
+    assert 'no tokenizer.json: name a data set' in run(*into, code=2).stderr
     spec = dict(model=dict(type='BPE'), added_tokens=[], decoder=None)
     (tmp_path / 'hf/tokenizer.json').write_text(json.dumps(spec))
     monkeypatch.setitem(sys.modules, 'tokenizers', None)     # as if it were not installed

@@ -40,6 +40,8 @@ def find_folder(name):
     """A folder, or a model's name on Hugging Face's hub, whose files are downloaded once."""
     if Path(name).is_dir():
         return Path(name)
+    if name.count('/') != 1:                             # on the hub it is OWNER/NAME
+        raise UserError(f'there is no folder {name}')
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(name, allow_patterns=['*.json', '*.safetensors']))
@@ -63,7 +65,8 @@ def find_shards(folder):
         if not (folder / name).is_file():
             if any(folder.glob('*.bin')) and not index.exists():
                 raise UserError(f'{folder} has its weights as pickles (.bin), which run code when '
-                                'they are read: get its .safetensors files, or convert it')
+                                'they are read: get its .safetensors files, or convert it as '
+                                'docs/weights.md does')
             raise UserError(f'{folder / name} is missing: is the download complete?')
     return [folder / name for name in names]
 
@@ -152,7 +155,7 @@ def read_llama(c, tensors, model):
                'norm_f.weight': tensors.take('norm.weight')}
     if head is not None:
         weights['head.weight'] = head
-    n_expert = c.get('num_local_experts', 1)
+    n_expert = c['num_local_experts'] if 'Mixtral' in c['architectures'][0] else 1
     for i in range(c['num_hidden_layers']):
         take = lambda name, i=i: tensors.take(f'layers.{i}.{name}.weight')
         block = dict(norm_1=take('input_layernorm'), norm_2=take('post_attention_layernorm'),
@@ -267,7 +270,8 @@ def read_tokenizer(folder, name=None):
         return choose_tokenizer(name)
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise UserError(f'{folder} has no tokenizer.json: name one, such as --tokenizer gpt2')
+        raise UserError(f'{folder} has no tokenizer.json: name a data set that has the '
+                        "model's tokenizer, --tokenizer data/NAME, or --tokenizer gpt2")
     end = read_json(folder / 'config.json').get('eos_token_id')
     with reading(path):
         return json_tokenizer(path.read_bytes(), end[0] if isinstance(end, list) else end)
