@@ -151,8 +151,8 @@ def test_the_page_shows_it(wild_run, tmp_path):
         const type = (id, text) => {{
             $(id).value = text;
             $(id).dispatchEvent(new Event('input')); }};
-        const figures = () => ['loss', 'next0', 'pair0-score', 'pair1-score'].map(
-            id => $(id).textContent);
+        const figures = () => [$('loss'), $('next0').lastElementChild, $('pair0-score'),
+                               $('pair1-score')].map(element => element.textContent);
         {in_js(texts)}.forEach((text, i) => type(['text', 'pair0', 'pair1'][i], text + '  '));
         const seen = {{ before: figures(), layer: layers()[1] }};
         $(`${{seen.layer}}/2`).click();
