@@ -288,7 +288,126 @@ def block_weights(block):
             for part, modules in parts.items() for kind in ('weight', 'bias')}
 
 
-CHECKS = dict(papaformer=check_papaformer, moduleformer=check_moduleformer, moep=check_moep)
+# ---- Super Tiny Language Models -----------------------------------------------------------------
+
+FFN = dict(ffn_type='swiglu', normalization='rms_norm', bias=False)
+ATTENTION = dict(attn_type='generic', normalization='rms_norm', bias=False, num_heads=8)
+OURS = dict(vocab_size=VOCAB, block_size=30, n_layer=3, n_head=8, n_kv_head=2, n_embd=64,
+            ffn_hidden=96)
+
+
+def check_stlm(checkout):
+    sys.path.append(str(checkout))
+    # Theirs are downloaded; both models get numbers here
+    sys.modules['models.components.tokenizers'] = SimpleNamespace(build_tokenizer=lambda **_: None)
+    from models import core_models, model_heads
+    losses = load(checkout / 'trainers' / 'loss_fn.py')
+    config = dict(
+        hidden_dim=64, context_window=32, vocab_size=VOCAB, positional_encoding_type='rope',
+        lm_head=dict(normalization='rms_norm', bias=False),
+        core_model=dict(num_layers=3, ffn=FFN | dict(ffn_dim=96),
+                        attn=ATTENTION | dict(group_size=4, is_causal=True)))
+
+    def run(theirs, idx, targets):
+        x = theirs.core(F.embedding(idx, theirs.head.linear.weight))
+        logits, _ = theirs.head(x)
+        return logits, losses.cross_entropy_loss_fn(logits, targets), {}
+
+    def copy(theirs):
+        weights = stlm_weights(theirs.core.transformer.h, theirs.head.layer_norm, ours)
+        return weights | {'ends.wte.weight': theirs.head.linear.weight}
+    for share, core in (('none', core_models.GenericTransformer),
+                        ('ffn', core_models.GenericFFNSharedTransfomer)):
+        head = model_heads.AutoregressiveLMHead(config)
+        theirs = shake(nn.ModuleDict(dict(core=core(config), head=head))).eval()
+        ours = stlm.STLM(stlm.STLMConfig(share=share, **OURS)).eval()
+        compare(f'tokens, share={share}', theirs, run, ours, copy)
+    check_bytes(config, core_models.GenericTransformer(config), losses)
+
+
+def check_bytes(config, core, losses):
+    """Their encoder and decoder, but with blocks of their token model (SwiGLU, residual FFN), final
+    norms, a linear pool and the table as the head. Theirs have GELU and no residual around it."""
+    from models.components.layers.normalization import RMSNorm
+    from models.components.layers.transformer_blocks import GenericTransformerBlock
+    from models.experimental.byte_level import embedding_model, model_heads
+    n_symbols, d, slots = 258, 64, 6
+    end, padding = n_symbols - 3, n_symbols - 1
+    config |= dict(byte_vocab_size=n_symbols, byte_embedding_dim=d, byte_context_window=slots,
+                   embedder=dict.fromkeys(('byte_tokenizer_type', 'tokenizer_type', 'dataset_name')))
+    block = lambda: GenericTransformerBlock(d, slots, False, FFN | dict(ffn_dim=3 * d),
+                                            ATTENTION | dict(group_size=1, is_causal=False))
+    theirs = nn.ModuleDict(dict(
+        embed=embedding_model.ByteLevelEmbedder(config), core=core, norm=RMSNorm(64),
+        head=model_heads.ByteLevelDecoder(config)))
+    pool = nn.Linear(d, 64, bias=False)
+    theirs.embed.transformer = nn.ModuleList([block(), block(), RMSNorm(d), pool])
+    theirs.head.transformer = nn.ModuleList([block(), block(), RMSNorm(d)])
+    theirs.head.lm_head.weight = theirs.embed.byte_token_embedder.weight
+    theirs.start = nn.Parameter(torch.zeros(64))
+    ours = stlm.STLM(stlm.STLMConfig(**OURS | dict(
+        vocab_size=n_symbols, byte_limit=slots - 1, decoder='parallel', byte_embd=d,
+        byte_layer=2, byte_head=8))).eval()
+
+    def run(theirs, idx, targets):
+        chunks = theirs.embed(idx.unflatten(1, (-1, slots)))
+        x = torch.cat((theirs.start.expand(len(idx), 1, -1), chunks), 1)
+        logits, _ = theirs.head(theirs.norm(theirs.core(x)))
+        logits = logits.flatten(1, 2)[:, 1:idx.size(1) + 1].masked_fill(impossible, -torch.inf)
+        targets = targets.masked_fill(targets == -1, padding)
+        return logits, losses.masked_cross_entropy_loss_fn(logits, targets), {}
+
+    def copy(theirs):
+        weights = {'start': theirs.start, 'wte.weight': theirs.head.lm_head.weight,
+                   'pool.weight': theirs.embed.transformer[3].weight,
+                   'spread.weight': 2 * theirs.head.projection.weight}   # they add x to x + position
+        for name, part in (('encoder', theirs.embed), ('decoder', theirs.head)):
+            *layers, norm = part.transformer[:3]
+            chunk_weights = stlm_weights(layers, norm, getattr(ours.ends, name))
+            weights |= {f'{name}.{key}': weight for key, weight in chunk_weights.items()}
+            weights[f'{name}.position'] = part.pos_encoder.pe.weight
+        weights = {f'ends.{key}': weight for key, weight in weights.items()}
+        return weights | stlm_weights(theirs.core.transformer.h, theirs.norm, ours)
+    chunks = torch.randint(end, (BATCH, 5, slots))
+    chunks[:, :, -1] = end                               # of five bytes
+    symbols = torch.cat((chunks.flatten(1), chunks[:, 0, :1]), 1)
+    idx, targets = symbols[:, :-1], symbols[:, 1:]
+    impossible = ours(idx)[0].isinf()                    # symbols that a slot cannot hold
+    pair = shake(theirs).eval(), run, ours, copy
+    compare("bytes, theirs with our blocks, pool, head and mask", *pair, tokens=(idx, targets))
+    impossible = torch.zeros_like(impossible)
+    compare('bytes, theirs without a mask: impossible symbols', *pair, differs=True,
+            tokens=(idx, targets))
+    chunks[:, 1, 2:] = torch.tensor([end, *[padding] * 3])
+    idx = chunks.flatten(1)
+    impossible = ours(idx)[0].isinf()
+    targets = torch.cat((idx[:, 1:], idx[:, :1]), 1)
+    compare('bytes, a chunk with padding, which theirs reads', *pair, differs=True,
+            tokens=(idx, targets.masked_fill(targets == padding, -1)))
+
+
+def stlm_weights(blocks, norm_f, ours):
+    weights = {'norm_f.weight': norm_f.weight}
+    for i, block in enumerate(blocks):
+        qkv = block.attn.c_attn.weight
+        if block.attn.use_rope:
+            n_head, n_kv_head, _ = ours.attention[0].counts
+            n_qk = n_head + n_kv_head
+            qk = qkv[:n_qk * len(qkv) // (n_qk + n_kv_head)]
+            qkv = torch.cat((halves(qk, n_qk), qkv[len(qk):]))
+        weights |= {f'attention.{i}.norm.weight': block.attn_norm.weight,
+                    f'attention.{i}.qkv.weight': qkv,
+                    f'attention.{i}.proj.weight': block.attn.c_proj.weight,
+                    f'norm.{i}.weight': block.ffn_norm.weight}
+        if i < len(ours.ffn):                            # not shared
+            fc = torch.cat((block.ffn.linear_1.weight, block.ffn.linear_3.weight))
+            weights |= {f'ffn.{i}.fc.weight': fc,
+                        f'ffn.{i}.down.weight': block.ffn.linear_2.weight}
+    return weights
+
+
+CHECKS = dict(papaformer=check_papaformer, moduleformer=check_moduleformer, moep=check_moep,
+              stlm=check_stlm)
 
 
 def main():
