@@ -1,0 +1,39 @@
+"""papers.parity: the comparison itself, and, where NANOPATHS_RELEASES names a folder with clones of
+the authors' repositories (the script's help lists them), our models against theirs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import moep
+from conftest import run_script
+from papers.parity import VOCAB, compare
+from plumbing.cli import UserError
+
+CLONES = dict(papaformer='Decoder_Only_Transformer_Research', moduleformer='ModuleFormer',
+              stlm='SuperTinyLanguageModels', moep='BabyLM-Project')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CLONES)
+def test_releases(name):
+    folder = os.environ.get('NANOPATHS_RELEASES')
+    if not folder:
+        pytest.skip('NANOPATHS_RELEASES is not set')
+    table = run_script('papers.parity', name, Path(folder) / CLONES[name]).stdout
+    assert 'equal' in table
+
+
+@pytest.mark.parametrize('factor', [1, 1 + 1e-6])
+def test_compare(factor, capsys):
+    """A weight that is wrong by a millionth is found, if only in its gradient."""
+    model = moep.MoEP(moep.MoEPConfig(VOCAB, 32, n_head=2, n_embd=16, n_parallel=1, dropout=0.0,
+                                      n_head_parallel=1, n_embd_parallel=8)).double()
+    copy = lambda theirs: {name: p * (factor if name == 'parallel.0.fc_bias' else 1)
+                           for name, p in theirs.named_parameters()}
+    run = lambda theirs, idx: (theirs(idx)[0], {})
+    compare('itself', model, run, model, copy, differs=factor != 1)
+    assert ('differs' if factor != 1 else 'equal') in capsys.readouterr().out
+    with pytest.raises(UserError, match='this should'):
+        compare('itself', model, run, model, copy, differs=factor == 1)
