@@ -5,11 +5,10 @@ Do the official pipelines score an exported run on BLiMP as eval_blimp.py scores
     git clone https://github.com/babylm/evaluation-pipeline-2025
     python -m papers.parity_blimp out/moep data/blimp evaluation-pipeline-2025
 
-It exports the run twice, without and with --bos, and runs three programs on the folders, as their
-users do: the tasks of lm-evaluation-harness, which downloads BLiMP, and BabyLM's sentence_zero_shot
-on either folder. A row compares one of them with us: how many pairs have the same verdict, how many
-paradigms the same accuracy, and the largest difference of a sentence's log-probability. This
-executes code of the checkout.
+It exports the run twice, without and with --bos. lm-evaluation-harness, which downloads BLiMP,
+scores the first folder, BabyLM's sentence_zero_shot both, as their users run them. A row compares
+one of them with us: how many pairs have the same verdict, how many paradigms the same accuracy, and
+the largest difference of a sentence's log-probability. This executes code of the checkout.
 """
 
 import os
@@ -65,10 +64,11 @@ def run_babylm(folder, data):
 
 # ---- The comparison -----------------------------------------------------------------------------
 
-def compare(title, theirs, paradigms, sentences, model):
+def compare(title, theirs, model, tokenizer, paradigms, mode):
     """-> a row"""
     accuracy, pairs = theirs
-    scores = score_sentences(model, sentences, device=DEVICE)
+    sentences = Sentences(paradigms, tokenizer, mode)
+    scores = score_sentences(model, sentences, device=next(model.parameters()).device)
     ours = evaluate(paradigms, sentences, scores)
     same_accuracy = sum(abs(accuracy[name] - ours[name]['accuracy']) < 1e-9 for name in ours)
     same_verdict, difference = 0, 0
@@ -77,14 +77,14 @@ def compare(title, theirs, paradigms, sentences, model):
         same_verdict += (good >= bad) == (our_good >= our_bad)
         difference = max(difference, abs(good - our_good), abs(bad - our_bad))
     mean = sum(accuracy.values()) / len(accuracy)
-    return (f'{title:46} {same_verdict:6,} of {len(pairs):6,} {same_accuracy:6} of {len(ours):2} '
+    return (f'{title:38} {same_verdict:6,} of {len(pairs):6,} {same_accuracy:8} of {len(ours):2} '
             f'{difference:12.6f} {mean:9.2f}')
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument('run', help="a run's folder, or one of its checkpoints")
-    parser.add_argument('data', type=Path, help='a folder of .jsonl files with pairs of BLiMP')
+    parser.add_argument('data', type=Path, help="a folder of BLiMP's .jsonl files, all or some")
     parser.add_argument('pipeline', type=Path, help="a clone of BabyLM's evaluation-pipeline-2025")
     args = parser.parse_args()
     if not (args.pipeline / 'evaluation_pipeline').is_dir():
@@ -94,23 +94,21 @@ def main():
     paradigms = read_pairs(args.data)
     model, ckpt = load_checkpoint(args.run, DEVICE)
     tokenizer = run_tokenizer(ckpt)
-    rows = []
+    ours = model, tokenizer, paradigms
+    encode = tokenizer.encode
     with tempfile.TemporaryDirectory() as home:
         plain, bos = Path(home, 'plain'), Path(home, 'bos')
         export(args.run, plain)
         export(args.run, bos, bos=True)
-        for title, mode, theirs in (
-                ('lm-evaluation-harness, --mode harness', 'harness', run_harness(plain, paradigms)),
-                ('BabyLM 2025, --mode babylm2025', 'babylm2025', run_babylm(plain, args.data))):
-            sentences = Sentences(paradigms, tokenizer, mode)
-            rows.append(compare(title, theirs, paradigms, sentences, model))
-        # With --bos: end-of-text and the sentence without the harness's space
-        encode = tokenizer.encode
-        with mock.patch.object(tokenizer, 'encode', lambda text: encode(text[1:])):
-            sentences = Sentences(paradigms, tokenizer, 'harness')
-        rows.append(compare('BabyLM 2025, --bos', run_babylm(bos, args.data), paradigms, sentences,
-                            model))
-    print(f"{'':46}      same verdict same accuracy   difference  accuracy", *rows, sep='\n')
+        rows = [compare('lm-evaluation-harness, --mode harness', run_harness(plain, paradigms),
+                        *ours, 'harness'),
+                compare('BabyLM 2025, --mode babylm2025', run_babylm(plain, args.data),
+                        *ours, 'babylm2025')]
+        # As the harness does, but without a space in front
+        with mock.patch.object(tokenizer, 'encode', lambda text: encode(text.removeprefix(' '))):
+            rows.append(compare('BabyLM 2025, exported with --bos', run_babylm(bos, args.data),
+                                *ours, 'harness'))
+    print(f"{'':38}      same verdict  same accuracy   difference  accuracy", *rows, sep='\n')
 
 
 if __name__ == '__main__':
