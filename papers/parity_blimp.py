@@ -1,7 +1,7 @@
 """
 Do the official pipelines score an exported run on BLiMP as eval_blimp.py scores the run itself?
 
-    pip install lm-eval accelerate safetensors scipy
+    pip install 'lm-eval[hf]'
     git clone https://github.com/babylm/evaluation-pipeline-2025
     python -m papers.parity_blimp out/moep data/blimp evaluation-pipeline-2025
 
@@ -108,7 +108,7 @@ def main():
         with mock.patch.object(tokenizer, 'encode', lambda text: encode(text.removeprefix(' '))):
             rows.append(compare('BabyLM 2025, exported with --bos', run_babylm(bos, args.data),
                                 *ours, 'harness'))
-    print(f"{'':38}      same verdict  same accuracy   difference  accuracy", *rows, sep='\n')
+    print(f"{'':38}     same verdict  same accuracy   difference  accuracy", *rows, sep='\n')
 
 
 if __name__ == '__main__':
