@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import train
 from conftest import ROOT
 from plumbing.bpe import train_bpe
 from plumbing.checkpoint import load_checkpoint
@@ -40,6 +41,7 @@ MODELS = {
     'mixture': ('selfmoe', dict(n_kv_head=2, n_expert=4, top_k=2)),
     'stlm': ('stlm', dict(n_kv_head=1, ffn_hidden=32)),
     'shared': ('stlm', dict(n_kv_head=1, ffn_hidden=32, share='all', lora_rank=2)),
+    'dense': ('arena.dense', dict(n_expert=4, top_k=2)),
     'depth': ('stlm_depth', dict(n_kv_head=1, ffn_hidden=32, n_layer=4, capacity=0.5)),
 }
 
@@ -200,6 +202,20 @@ def test_same_ids(data_dir, tmp_path, kind):
                   ''.join(dice.choices(unicode, k=20))]
     assert [text for text in texts if theirs(text)['input_ids'] != tokenizer.encode(text)] == []
     assert theirs.decode(tokenizer.encode(texts[0])) == texts[0]
+
+
+@pytest.mark.parametrize('bos', [False, True])
+def test_start_token(exported, data_dir, tmp_path, bos):
+    """With --bos a text begins as in prepare.py's bins: end-of-text, then its first word."""
+    data = data_dir / 'toy_stories'
+    run = make_run(tmp_path / 'run', data, *MODELS['gpt2'])
+    folder = tmp_path / f'hf_bos_{bos}'
+    export_hf.export(run, folder, bos)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    first = train.load_bin(data, 'train')[:40].tolist()
+    text = load_tokenizer(data).decode(first)
+    assert theirs(text)['input_ids'] == first[0 if bos else 1:]
+    assert theirs.decode(first, skip_special_tokens=True) == text
 
 
 # ---- As a user ----------------------------------------------------------------------------------

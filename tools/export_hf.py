@@ -3,6 +3,7 @@ Write a run as a Hugging Face model, for transformers, peft, lm-evaluation-harne
 
     python -m tools.export_hf out/moep                               # -> out/moep/hf
     python -m tools.export_hf out/moep --revision-per-checkpoint     # also hf/chck_1M, hf/chck_2M
+    python -m tools.export_hf out/moep --bos     # its tokenizer puts end-of-text in front of a text
 
     AutoModelForCausalLM.from_pretrained('out/moep/hf', trust_remote_code=True)
 
@@ -31,6 +32,15 @@ SAMPLE = """Once upon a time, in a far-away land, there lived 1,234 cats.
 
 
 # ---- Tokenizer ----------------------------------------------------------------------------------
+
+def start_token(name, i):
+    """A post_processor that puts this token in front of a text, as prepare.py does: there every
+    document follows an end-of-text, without a space in between."""
+    text = [dict(SpecialToken=dict(id=name, type_id=0)), dict(Sequence=dict(id='A', type_id=0))]
+    return dict(type='TemplateProcessing', single=text,
+                pair=[*text, dict(Sequence=dict(id='B', type_id=0))],
+                special_tokens={name: dict(id=name, ids=[i], tokens=[name])})
+
 
 def tokenizer_json(tokenizer):
     """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
@@ -70,7 +80,7 @@ def token_name(blob, i):
 
 # ---- The files ----------------------------------------------------------------------------------
 
-def export(path, folder):
+def export(path, folder, bos=False):
     """One checkpoint -> the files of `folder`."""
     from safetensors.torch import save_file
     model, ckpt = load_checkpoint(path)
@@ -78,7 +88,7 @@ def export(path, folder):
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
     imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
     ours = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
-    if source.parent != ROOT or {*imports} & ours:
+    if {*imports} & ours:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
@@ -89,10 +99,13 @@ def export(path, folder):
     end = token_name(tokenizer.blob, tokenizer.eot) if is_foreign else EOT
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), end)
     ids = {f'{name}_id': tokenizer.eot for name in special}
+    spec = tokenizer_json(tokenizer)
+    if bos:
+        spec['post_processor'] = start_token(end, tokenizer.eot)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         'generation_config.json': ids,
-        'tokenizer.json': tokenizer_json(tokenizer),
+        'tokenizer.json': spec,
         'special_tokens_map.json': special,
         'tokenizer_config.json': special | dict(
             tokenizer_class='PreTrainedTokenizerFast', model_max_length=model.config.block_size,
@@ -102,11 +115,11 @@ def export(path, folder):
     for name, content in files.items():
         write_indented(folder / name, content)
     wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
-    wrapper = wrapper.replace(b'from .moep ', f"from .{ckpt['model']} ".encode())
+    wrapper = wrapper.replace(b'from .moep ', f'from .{source.stem} '.encode())
     (folder / 'modeling_nanopaths.py').write_bytes(wrapper)
     (folder / 'README.md').write_text(model_card(model, ckpt), encoding='utf-8')
-    for name in (f"{ckpt['model']}.py", 'LICENSE'):
-        (folder / name).write_bytes((ROOT / name).read_bytes())
+    for file in (source, ROOT / 'LICENSE'):
+        (folder / file.name).write_bytes(file.read_bytes())
     weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
     save_file(weights, folder / 'model.safetensors', metadata=dict(format='pt'))
     write_indented(folder / 'config.json', hf_config(model, ckpt) | ids)
@@ -139,7 +152,8 @@ def model_card(model, ckpt):
     """README.md of the folder."""
     total, active = model.count_params()
     summary = (import_model(ckpt['model']).__doc__ or '').strip().split('\n')[0]
-    return CARD.format(title=Path(ckpt['folder']).name, file=ckpt['model'], summary=summary,
+    file = ckpt['model'].removeprefix('arena.')
+    return CARD.format(title=Path(ckpt['folder']).name, file=file, summary=summary,
                        total=total, active=active, context=model.config.block_size,
                        data=ckpt['settings']['data'], steps=ckpt['iter'], words=ckpt['words'])
 
@@ -196,6 +210,8 @@ def main():
     parser.add_argument('--out', help="the folder to write; hf in the run's own if not given")
     parser.add_argument('--revision-per-checkpoint', action='store_true',
                         help='also write a folder for each ckpt_<words>.pt, as BabyLM names them')
+    parser.add_argument('--bos', action='store_true',
+                        help='the tokenizer puts the start token, end-of-text, in front of a text')
     args = parser.parse_args()
     import transformers                                  # for this tool alone, and safetensors
     transformers.utils.logging.set_verbosity_error()
@@ -209,7 +225,7 @@ def main():
         paths += home.glob('ckpt_*.pt')
     for path in paths:
         folder = out / path.stem.replace('ckpt', 'chck') if path.match('ckpt_*.pt') else out
-        difference = check(folder, *export(path, folder))
+        difference = check(folder, *export(path, folder, args.bos))
         print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 
 
