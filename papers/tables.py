@@ -174,8 +174,6 @@ def flops(seeds):
     """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens
     of width 512, at their mean position, in each layer"""
     kind = seeds[0]['run']
-    if kind.startswith(('bytes', 'one')):                # docs/stlm.md says how they are counted
-        return '272M' if kind.startswith('bytes') else '267M'
     layers = ATTENTION_LAYERS.get(kind, 10)
     count = f"{(6 * seeds[0]['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
     return f'{count} and 154M for one more head' if kind == 'exit' else count
@@ -221,7 +219,6 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'unused choices, of 48': lambda seeds: ', '.join(
         str(run['evaluations'][-1]['unused'][0]) for run in seeds
         if 'unused' in run['evaluations'][-1]),
-    'FLOPs per token or chunk': flops,
     'FLOPs per token, training': flops,
     'tokens/s': rate,
     'exact answers, of 589, each seed': lambda seeds: ', '.join(
@@ -232,11 +229,10 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
 RUNS = dict(                     # {table: (file, start of the runs' names, header)}
     papaformer_stories=('papaformer', 'stories-',
                         'model | parameters | val loss | bits per byte | BLiMP'),
-    papaformer_both=('papaformer', 'both-',
+    papaformer_both=('papaformer', ('both-llama', 'both-share', 'both-gumbel'),
                      'model | stories, val loss | math, val loss | BLiMP'),
     papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
-    stlm=('stlm', '',
-          'config | parameters | FLOPs per token or chunk | bits per byte'),
+    stlm=('stlm', '', 'config | parameters | bits per byte'),
     stlm_depth=('stlm_depth', '',
                 'model | parameters, active | FLOPs per token, training | tokens/s | seeds | '
                 'bits per byte | val loss'),
