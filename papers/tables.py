@@ -157,11 +157,6 @@ def blimp(seeds, mode='harness'):
     return spread([curve[-1][1] for curve in curves if curve], 1)
 
 
-def unused(evaluation):
-    """How many choices of all got less than 1% of their layer's picks"""
-    return '{} of {}'.format(*evaluation['unused'])
-
-
 def loss_at(step):
     """A column: the validation loss, and the number of seeds that got so far"""
     def cell(seeds):
@@ -169,13 +164,6 @@ def loss_at(step):
         losses = [e['val']['babylm']['loss'] for e in evaluations]
         return f'{spread(losses, 3)} ({len(losses)})'
     return cell
-
-
-def path_fits(seeds):
-    """The share of prompts that use the path of their domain, where papers.path_usage was run"""
-    if 'usage' not in seeds[0]:
-        return ''
-    return spread([100 * run['usage']['accuracy'] for run in seeds], 0) + '%'
 
 
 # layers with attention over all tokens; a routed one sees 1/8 of them: (1/8)^2 of the products
@@ -186,15 +174,13 @@ def flops(seeds):
     """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens
     of width 512, at their mean position, in each layer"""
     kind = seeds[0]['run']
-    if kind.startswith(('bytes', 'one')):                # docs/stlm.md says how they are counted
-        return '272M' if kind.startswith('bytes') else '267M'
     layers = ATTENTION_LAYERS.get(kind, 10)
     count = f"{(6 * seeds[0]['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
     return f'{count} and 154M for one more head' if kind == 'exit' else count
 
 
 def rate(seeds):
-    """Tokens or chunks per second in training, alone on the GPU"""
+    """Tokens per second in training, alone on the GPU"""
     tokens = seeds[0].get('tokens_per_s_alone')
     return f'{tokens / 1e3:.0f}K' if tokens else '-'
 
@@ -220,7 +206,6 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'parameters, active': lambda seeds: ', '.join(
         millions(seeds[0][key]) for key in ('parameters', 'active')),
     'val loss': val,
-    'val loss per token or symbol': val,
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
     **{f'val loss at step {step:,}': loss_at(step) for step in (6000, 16000, 18303)},
@@ -231,13 +216,11 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'BLiMP, `harness`': blimp,
     'BLiMP, `babylm2025`': lambda seeds: blimp(seeds, 'babylm2025'),
     'SST-2 (LoRA)': sst2,
-    'choices that go unused': lambda seeds: ', '.join(
-        unused(run['evaluations'][-1]) for run in seeds if 'unused' in run['evaluations'][-1]),
-    'prompts whose path fits their domain': path_fits,
-    'FLOPs per token or chunk': flops,
+    'unused choices, of 48': lambda seeds: ', '.join(
+        str(run['evaluations'][-1]['unused'][0]) for run in seeds
+        if 'unused' in run['evaluations'][-1]),
     'FLOPs per token, training': flops,
     'tokens/s': rate,
-    'tokens or chunks/s': rate,
     'exact answers, of 589, each seed': lambda seeds: ', '.join(
         str(run['answers']['right']) for run in seeds),
     'training loss, mean of ten of the last 300 steps': lambda seeds: spread(
@@ -246,13 +229,10 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
 RUNS = dict(                     # {table: (file, start of the runs' names, header)}
     papaformer_stories=('papaformer', 'stories-',
                         'model | parameters | val loss | bits per byte | BLiMP'),
-    papaformer_both=('papaformer', 'both-',
-                     'model | steps | stories, val loss | math, val loss | BLiMP | '
-                     'prompts whose path fits their domain'),
+    papaformer_both=('papaformer', ('both-llama', 'both-share', 'both-gumbel'),
+                     'model | stories, val loss | math, val loss | BLiMP'),
     papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
-    stlm=('stlm', '',
-          'config | parameters, active | FLOPs per token or chunk | tokens or chunks/s | seeds | '
-          'bits per byte | val loss per token or symbol'),
+    stlm=('stlm', '', 'config | parameters | bits per byte'),
     stlm_depth=('stlm_depth', '',
                 'model | parameters, active | FLOPs per token, training | tokens/s | seeds | '
                 'bits per byte | val loss'),
@@ -286,8 +266,8 @@ def headline():
 
 
 def moep():
-    return table('model and balance loss | seeds | val loss | bits per byte | BLiMP, `harness` | '
-                 'BLiMP, `babylm2025` | choices that go unused', named(finished(), NAMES['moep']))
+    return table('model and balance loss | seeds | val loss | BLiMP | unused choices, of 48',
+                 named(finished(), NAMES['moep']))
 
 
 def moep_controls():
@@ -359,16 +339,14 @@ def gates(corpus):
 
 def selfmoe():
     kinds = gates('real')
-    yield ('fine-tuned with | val loss | difference to no gates, seed by seed | '
-           'answers right of 584, by seed')
+    yield 'fine-tuned with | val loss | difference to no gates, seed by seed'
     for name, seeds in kinds.items():
         if name != 'base':
             losses = spread([run['loss'] for run in seeds], 3)
             pairs = zip(seeds, kinds['none'], strict=True)
             changes = ', '.join(f"{run['loss'] - plain['loss']:+.3f}" for run, plain in pairs)
-            right = ', '.join(str(run['right']) for run in seeds)
             yield join(name.replace('none', 'no gates'), losses,
-                       '' if name == 'none' else changes, right)
+                       '' if name == 'none' else changes)
 
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
@@ -437,15 +415,33 @@ def moduleformer_first():
         yield join(NAMES['moduleformer'][kind], left, sizes, val(seeds))
 
 
+# ---- The arena ----------------------------------------------------------------------------------
+
+
+def arena(track):
+    """Both classes in one table, the best first, without p. The dense entries are in both classes,
+    so an entry of both has one verdict. Trials: the short runs that chose its settings."""
+    sweeps = group(leaderboard.read_runs(RESULTS / f'arena_{track}_sweeps.jsonl'), 'entry')
+    entries = {}
+    for key in leaderboard.CLASSES:
+        header, *rows = leaderboard.table(track, key, RESULTS)
+        entries |= {row[0]: dict(zip(header, row)) for row in rows}
+    yield ('entry | parameters, M | MFLOPs per token | bits per byte | pairs `babylm2025` | '
+           'trials | against the dense entry')
+    for row in sorted(entries.values(), key=lambda row: float(row['bits per byte'].split()[0])):
+        yield join(row['entry'], row['parameters, M'], row['MFLOPs per token'],
+                   row['bits per byte'], row['pairs `babylm2025`'].split()[0],
+                   len(sweeps.get(row['entry'], ())) or '',
+                   row['against the dense entry'].split(',')[0])
+
+
 # ---- Pages --------------------------------------------------------------------------------------
 
 
 def lines_of(name):
     """The header and the rows of a table"""
     if name.startswith('arena_'):
-        _, track, key = name.split('_', 2)
-        key = 'flops_per_token' if key == 'flops' else key
-        return map(' | '.join, leaderboard.table(track, key, RESULTS))
+        return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
         return table(header, named(runs(file, prefix), NAMES.get(file, {})))

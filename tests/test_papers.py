@@ -14,7 +14,7 @@ import papaformer
 import selfmoe
 import stlm
 from moduleformer import count_usage, prune_experts
-from papers import depth, eval_length, exact_answer, path_usage
+from papers import depth, eval_length, exact_answer, path_usage, tables
 from papers.exact_answer import complete, last_number, read_problems
 from plumbing.checkpoint import load_checkpoint
 from plumbing.machine import Machine
@@ -121,6 +121,25 @@ def test_exact_answers():
     assert (result['problems'], result['left_out']) == (5, 2)
     assert [example['text'] for example in result['examples']] == ['7'] * 5
     assert Parrot.seen[0] == [tokenizer.eot, *b'a\n']
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def test_both_classes_in_one_table(tmp_path, monkeypatch):
+    """Each entry that is in a class once, the best first; not one that is in none"""
+    monkeypatch.setattr(tables, 'RESULTS', tmp_path)
+    costs = dict(dense=(0.65e6, 3.75e6, 0.4), narrow=(0.65e6, 1e6, 0.5), costly=(2e6, 3.75e6, 0.3),
+                 neither=(2e6, 1e6, 0.2))
+    rows = [dict(entry=name, seed=seed, parameters=size, active=size, flops_per_token=flops,
+                 tokens=0.5e6, bits_per_byte=bits + seed / 1e4, harness=60, babylm2025=50)
+            for name, (size, flops, bits) in costs.items() for seed in (1, 2, 3)]
+    (tmp_path / 'arena_toy.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    sweeps = [dict(entry='dense', setting='learning_rate=1'), dict(entry='narrow', setting='x=2')]
+    (tmp_path / 'arena_toy_sweeps.jsonl').write_text('\n'.join(map(json.dumps, sweeps * 2)))
+    _, *lines = tables.lines_of('arena_toy')
+    assert [(*line.split(' | ')[:1], *line.split(' | ')[-2:]) for line in lines] == [
+        ('costly', '', 'better'), ('dense', '2', 'the dense entry'), ('narrow', '2', 'worse')]
 
 
 # ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
