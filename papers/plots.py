@@ -5,6 +5,7 @@ Draw the plots of docs/*.md from papers/results/*.jsonl (needs matplotlib).
     python -m papers.plots moep arena    # some
 """
 
+import re
 import statistics
 import sys
 
@@ -223,43 +224,60 @@ def speed():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
+KINDS = {                                # its colour, and how the names of its entries begin
+    'dense': ('black', r'dense(_small|_muon.*)?$|gpt2|llama'),
+    'paths or gates': ('grey', 'papaformer_(share|composed)|selfmoe_gates'),
+    'shared weights': ('#0072b2', 'stlm_shared'),
+    'routed': ('#d9480f', '')}                           # the others
+LABELS = dict(                           # entry: text, points to the right, and up
+    dense_muon=('dense_muon', 12, -24),
+    dense_moe_shared_muon_flops=('routed, level with it', 12, 0),
+    dense_muon_short=('dense_muon_short', -12, -16),
+    dense_small=('dense_small', -12, -6),
+    dense_moe=('dense_moe', -12, -10),
+    stlm_depth=('Super Tiny', -12, -26),
+    stlm_shared=('Super Tiny', -12, -8),
+    moep=('MoEP', -12, -8),
+    papaformer_composed=('PaPaformer', 12, -8),
+    moduleformer=('ModuleFormer', 12, -8),
+    selfmoe_gates=('Self-MoE', 12, 5))
+
+
+@plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
 def arena():
-    """Bits per byte, mean and range of the seeds, against training FLOPs per token, by track.
-    Entries far above the others stand at the upper edge, with their value."""
-    figure, axes = plt.subplots(2, 1, figsize=(9.5, 15))
-    for axis, track in zip(axes, ('toy', 'baby')):
-        entries = group(read(f'arena_{track}'), 'entry')
-        bits = {name: [run['bits_per_byte'] for run in seeds] for name, seeds in entries.items()}
-        means = {name: statistics.mean(values) for name, values in bits.items()}
-        top = 1.16 * min(means.values())
-        places = {}
-        for name, seeds in entries.items():
-            cost = seeds[0]['flops_per_token'] / 1e6
-            mean = means[name]
-            if mean > top:
-                drawn = axis.plot(cost, top, '^', ms=5)
-            else:
-                reach = [[mean - min(bits[name])], [max(bits[name]) - mean]]
-                drawn = axis.errorbar(cost, mean, reach, fmt='o', ms=4)
-            places[name] = cost, min(mean, top), drawn[0].get_color()
-        axis.margins(x=0.4)
-        axis.autoscale_view()                            # places are computed with the final limits
-        names = []                                       # where they stand, in points
-        from_below = sorted(places, key=lambda name: (places[name][1], -places[name][0]))
-        for name in from_below:                          # equally high: from the right
-            cost, mean, colour = places[name]
-            x, y = axis.transData.transform((cost, mean)) * 72 / figure.dpi
-            higher = y
-            while any(abs(x - a) < 120 and abs(higher - b) < 10 for a, b in names):
-                higher += 1
-            names.append((x, higher))
-            label = name if means[name] <= top else f'{name}: {means[name]:.2f}'
-            line = dict(arrowstyle='-', color=colour, lw=0.5, shrinkA=0, shrinkB=2)
-            axis.annotate(label, (cost, mean), textcoords='offset points',
-                          xytext=(14, higher - y - 3), fontsize=7.5, color=colour, arrowprops=line)
-        axis.set(title=f'track {track}', xlabel='MFLOPs of training per token',
-                 ylabel='bits per byte')
-        axis.grid(alpha=0.4)
+    """Track baby: bits per byte, the mean of the seeds, against cost; and the front."""
+    rows = read('arena_baby')
+    cost = {row['entry']: row['flops_per_token'] / 1e6 for row in rows}
+    cost['dense_small'] = cost['dense_moe']              # the same with one FFN, of equal FLOPs
+    rows += [row | dict(entry='dense_small') for row in runs('arena_controls')['dense_small']]
+    bits = {name: statistics.mean(run['bits_per_byte'] for run in seeds)
+            for name, seeds in group(rows, 'entry').items()}
+
+    def points(names):
+        return [cost[name] for name in names], [bits[name] for name in names]
+
+    figure, axis = plt.subplots(figsize=(11.6, 10))
+    others = [*bits]
+    for kind, (colour, pattern) in KINDS.items():
+        names = [name for name in others if re.match(pattern, name)]
+        others = [name for name in others if name not in names]
+        axis.scatter(*points(names), s=200 if kind == 'dense' else 90, color=colour, label=kind,
+                     edgecolor='white')
+        for name in LABELS.keys() & names:
+            text, right, up = LABELS[name]
+            axis.annotate(text, (cost[name], bits[name]), (right, up), color=colour,
+                          textcoords='offset points', ha='left' if right > 0 else 'right')
+    front = [name for name in bits if not any(
+        cost[other] <= cost[name] and bits[other] < bits[name] for other in bits)]
+    axis.plot(*points(sorted(front, key=cost.get)), '--', color='grey', zorder=0)
+    axis.text(141, 1.246, 'the front', color='grey', rotation=-25, ha='center')
+    axis.annotate('better', (40, 1.225), (60, 1.245), arrowprops=dict(width=3, color='green'),
+                  color='green', fontsize=24)
+    axis.set(xlabel='cost: MFLOPs of training per token', xlim=(32, 272), ylim=(1.215, 1.49),
+             ylabel='bits per byte after ten passes over 10M words')
+    axis.set_title('No routed model beats the best dense one;\n'
+                   'at half its cost, a routed one is ahead', fontsize=26, weight='bold')
+    axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
     return figure
 
 
