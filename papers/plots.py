@@ -224,6 +224,7 @@ def speed():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
+large = plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
 KINDS = {                                # its colour, and how the names of its entries begin
     'dense': ('black', r'dense(_small|_muon.*)?$|gpt2|llama'),
     'paths or gates': ('grey', 'papaformer_(share|composed)|selfmoe_gates'),
@@ -243,7 +244,7 @@ LABELS = dict(                           # entry: text, points to the right, and
     selfmoe_gates=('Self-MoE', 12, 5))
 
 
-@plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
+@large
 def arena():
     """Track baby: bits per byte, the mean of the seeds, against cost; and the front."""
     rows = read('arena_baby')
@@ -281,7 +282,45 @@ def arena():
     return figure
 
 
-ALL = (moep, moep_routes, papaformer_real, moduleformer_real, selfmoe, stlm_real, speed, arena)
+@large
+def passes():
+    """What routing gains, by passes over the text: the same tokens read from less and less text.
+    Each seed is a dot; the bars are 95% intervals of the mean."""
+    rows = read('passes')
+    steps = min(row['steps'] for row in rows)            # some dense runs go on for longer
+    figure, axis = plt.subplots(figsize=(11.6, 8.5))
+    ticks = {}
+    for at_size in group([row for row in rows if row['steps'] == steps], 'size').values():
+        bits = {}
+        for entry, tried in group(at_size, 'entry').items():
+            sweep = {row['rate']: row['bits_per_byte'] for row in tried if row['seed'] == 1}
+            best = min(sweep, key=sweep.get)
+            bits[entry] = {row['seed']: row['bits_per_byte'] for row in tried
+                           if row['rate'] == best}
+        gaps = [bits['dense'][seed] - bits['routed'][seed] for seed in bits['routed']]
+        x = at_size[0]['passes']
+        ticks[x] = f"{x:.3g}\n{at_size[0]['tokens'] / x / 1e6:.2g}M"
+        reach = 4.303 * statistics.stdev(gaps) / len(gaps) ** 0.5    # Student's t of three seeds
+        axis.errorbar(x, statistics.mean(gaps), reach, fmt='ko', ms=13, capsize=10, lw=3)
+        axis.plot([1.05 * x] * len(gaps), gaps, 'o', color='grey', ms=7)
+
+    axis.axhline(0, color='black')
+    low, high = axis.get_ylim()
+    room = 0.2 * (high - low)                            # for the words
+    axis.axhspan(0, high + room, color=KINDS['routed'][0], alpha=0.12, lw=0)
+    axis.text(0.5, 0.95, 'routed is better', color=KINDS['routed'][0], fontsize=24, ha='center',
+              va='top', transform=axis.transAxes)
+    axis.text(0.5, 0.05, 'dense is better', fontsize=24, ha='center', transform=axis.transAxes)
+    axis.set(xlabel='passes over the text, and its tokens', xscale='log',
+             ylabel='bits per byte, dense minus routed', ylim=(low - room, high + room))
+    axis.set_xticks([*ticks], ticks.values())
+    axis.set_xticks([], minor=True)
+    axis.set_title('Where routing pays', fontsize=26, weight='bold')
+    return figure
+
+
+ALL = (moep, moep_routes, papaformer_real, moduleformer_real, selfmoe, stlm_real, speed, arena,
+       passes)
 
 if __name__ == '__main__':
     for draw in ALL:
