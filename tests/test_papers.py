@@ -14,13 +14,46 @@ import papaformer
 import selfmoe
 import stlm
 from moduleformer import count_usage, prune_experts
-from papers import depth, eval_length, exact_answer, path_usage, tables
+from conftest import run_here
+from papers import depth, eval_length, exact_answer, passes, path_usage, tables
 from papers.exact_answer import complete, last_number, read_problems
 from plumbing.checkpoint import load_checkpoint
 from plumbing.machine import Machine
-from plumbing.tokenizer import choose_tokenizer, load_tokenizer
+from plumbing.tokenizer import choose_tokenizer, load_meta, load_tokenizer
 from stlm_depth import STLMDepth, STLMDepthConfig
 from train import as_tensor, load_bin, val_batches
+
+# ---- passes -------------------------------------------------------------------------------------
+
+def test_passes(data_dir, tmp_path, monkeypatch):
+    """Both models of a seed read the same share of every set; what has its row is not run again."""
+    tiny = dict(TINY, model='moep', n_parallel=0, vocab_size=2048, batch_size=2, eval_tokens=64,
+                learning_rate=1e-3, stride=8, epochs=1, epoch_words=1)
+    monkeypatch.setitem(passes.ENTRIES, 'baby', {name: tiny for name in passes.MODELS.values()})
+    monkeypatch.setattr(passes, 'SETS', ('toy_stories', 'toy_math'))
+    monkeypatch.setattr(passes, 'SIZES', (1000, None))
+    monkeypatch.setattr(passes, 'STEPS', 2)
+    commands = []
+    monkeypatch.setattr(passes, 'call', lambda *args: (
+        commands.append(args), run_here('train', ['train.py', *map(str, args[1:])], tmp_path)))
+    (tmp_path / 'data').symlink_to(data_dir)
+    for _ in range(2):
+        done = run_here('papers.passes', ['passes', '--to=rows.jsonl'], tmp_path)
+        assert not done.returncode, done.stderr
+    rows = [json.loads(line) for line in open(tmp_path / 'rows.jsonl')]
+    assert len(rows) == len(commands) == 2 * 2 * 3
+    sizes = {name: load_meta(data_dir / name)['splits'] for name in passes.SETS}
+    total = sum(size['train']['tokens'] for size in sizes.values())
+    parts = [next(arg for arg in args if arg.startswith('--data=')) for args in commands]
+    assert parts[0] == parts[1] == "--data={'toy_stories': (0.0, %s), 'toy_math': (0.0, %s)}" % (
+        1000 / total, 1000 / total)
+    assert parts[4] != parts[0]                          # the next seed, the next part
+    val_bytes = [size['val']['bytes'] for size in sizes.values()]
+    for row in rows:
+        assert math.isclose(row['passes'], 2 * 2 * 32 / (row['size'] or total))
+        assert math.isclose(row['bits_per_byte'], sum(
+            bits * n for bits, n in zip(row['val'].values(), val_bytes)) / sum(val_bytes))
+
 
 # ---- exact_answer -------------------------------------------------------------------------------
 
