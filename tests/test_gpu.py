@@ -264,7 +264,7 @@ def test_sparse_is_dense_in_bfloat16(name):
             (compile_model(model) if sparse else model)(x, x.flip(1))[1].backward()
         grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     for key in grads[0]:
-        # A token whose scores nearly tie may choose otherwise: once, a tenth of a router's gradient.
+        # A token whose scores nearly tie may choose otherwise: a tenth of a router's gradient.
         assert (grads[0][key] - grads[1][key]).norm() <= 0.25 * grads[1][key].norm() + 1e-6, key
 
 
