@@ -11,14 +11,16 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
 (docs/eval_blimp.md); `python prepare.py blimp --name blimp_fast --input FOLDER` copies one.
 
 The score of a sentence is the sum of the natural-log probabilities of its tokens; a pair is right
-if good >= bad. A sentence becomes tokens in one of two ways, as the official pipelines do it:
+if good >= bad. A sentence becomes tokens as the official pipelines do it:
 
-    harness      [end-of-text] + encode(' ' + sentence); every token of the sentence is scored
-                 (lm-evaluation-harness; BabyLM up to 2024)
-    babylm2025   encode(sentence); the first token is read, but not scored (BabyLM 2025)
+    harness          [end-of-text] + encode(' ' + sentence); every token of the sentence is scored
+                     (lm-evaluation-harness; BabyLM up to 2024)
+    babylm2025       encode(sentence); the first token is read, but not scored (BabyLM 2025)
+    babylm2025_bos   [end-of-text] + encode(sentence); every token is scored (BabyLM 2025, of what
+                     tools.export_hf --bos writes)
 
 For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence
-(`harness` only). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64,
+(not in `babylm2025`). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64,
 so that rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
 `sentence_good` and `sentence_bad`; `UID` (else the file's name) is the paradigm,
 `linguistics_term` the phenomenon.
@@ -87,10 +89,9 @@ class Sentences:
         self.n_vocab = tokenizer.n_vocab
         texts = sorted({text for p in paradigms.values() for _, *pair in p.pairs for text in pair})
         self.number = {text: i for i, text in enumerate(texts)}
-        if mode == 'harness':
-            self.ids = [self.end + tokenizer.encode(' ' + text) for text in texts]
-        else:
-            self.ids = [tokenizer.encode(text) for text in texts]
+        start = [] if mode == 'babylm2025' else self.end
+        space = ' ' if mode == 'harness' else ''
+        self.ids = [start + tokenizer.encode(space + text) for text in texts]
         self.length = np.array([len(ids) for ids in self.ids])
         # The first token (or chunk) is only read. Padding inside chunks is not a target either.
         self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
@@ -119,8 +120,8 @@ def read_sentences(paradigms, args):
         key = ckpt['tokenizer']
         if key not in by_tokenizer:
             tokenizer = run_tokenizer(ckpt)
-            if tokenizer.kind == 'sentences' and args.mode != 'harness':
-                raise UserError(f'{path} reads sentences, and --mode {args.mode} does not score '
+            if tokenizer.kind == 'sentences' and args.mode == 'babylm2025':
+                raise UserError(f'{path} reads sentences, and --mode babylm2025 does not score '
                                 'the first: take --mode harness')
             by_tokenizer[key] = Sentences(paradigms, tokenizer, args.mode)
         sentences = by_tokenizer[key]
@@ -312,8 +313,8 @@ def read_arguments():
                         help='run folders (out/moep) or checkpoints (out/moep/ckpt_1M.pt)')
     parser.add_argument('--data', type=Path, default='data/toy_blimp',
                         help='a folder of .jsonl files, or one such file')
-    parser.add_argument('--mode', choices=['harness', 'babylm2025'], default='harness',
-                        help='how a sentence becomes tokens')
+    parser.add_argument('--mode', choices=['harness', 'babylm2025', 'babylm2025_bos'],
+                        default='harness', help='how a sentence becomes tokens')
     parser.add_argument('--skip_long', action='store_true',
                         help="leave out pairs that are longer than the model's context")
     parser.add_argument('--paradigms', action='store_true',

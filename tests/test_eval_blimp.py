@@ -98,7 +98,9 @@ def tiny(form):
     # [end-of-text] + ' ab': p(' ') p(a | ' ') p(b | a), the sentence's first token included
     ('harness', dict(ab=1 / 16, ba=1 / 16, aab=1 / 32, b=1 / 8)),
     # 'ab' as it stands: p(b | a) alone
-    ('babylm2025', dict(ab=1 / 4, ba=1 / 2, aab=1 / 8, b=1))])
+    ('babylm2025', dict(ab=1 / 4, ba=1 / 2, aab=1 / 8, b=1)),
+    # [end-of-text] + 'ab': p(a) p(b | a)
+    ('babylm2025_bos', dict(ab=1 / 64, aab=1 / 128, b=2.0 ** -20))])
 def test_scores_by_hand(mode, probabilities):
     scores = score_texts(HALVES, [*probabilities], mode=mode)
     expected = {text: math.log(p) for text, p in probabilities.items()}
