@@ -19,9 +19,9 @@ if good >= bad. A sentence becomes tokens as the official pipelines do it:
     babylm2025_bos   [end-of-text] + encode(sentence); every token is scored (BabyLM 2025, of what
                      tools.export_hf --bos writes)
 
-For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence
-(not in `babylm2025`). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64,
-so that rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
+For the byte-level model a token is a chunk of bytes; for a model of sentences, a sentence (not in
+`babylm2025`). Everything is float32, on a GPU too (no autocast, no TF32), and sums are float64, so
+that rounding decides few close pairs. --data takes any folder of .jsonl files whose rows have
 `sentence_good` and `sentence_bad`; `UID` (else the file's name) is the paradigm,
 `linguistics_term` the phenomenon.
 """
