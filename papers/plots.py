@@ -236,8 +236,8 @@ LABELS = dict(                           # entry: text, points to the right, and
     dense_muon_short=('dense_muon_short', -12, -16),
     dense_small=('dense_small', -12, -6),
     dense_moe=('dense_moe', -12, -10),
-    stlm_depth=('Super Tiny', -12, -26),
-    stlm_shared=('Super Tiny', -12, -8),
+    stlm_depth=('Super Tiny, depth', -12, -26),
+    stlm_shared=('Super Tiny, shared', -12, -8),
     moep=('MoEP', -12, -8),
     papaformer_composed=('PaPaformer', 12, -8),
     moduleformer=('ModuleFormer', 12, -8),
@@ -276,8 +276,8 @@ def arena():
                   color='green', fontsize=24)
     axis.set(xlabel='cost: MFLOPs of training per token', xlim=(32, 272), ylim=(1.215, 1.49),
              ylabel='bits per byte after ten passes over 10M words')
-    axis.set_title('No routed model beats the best dense one;\n'
-                   'at half its cost, a routed one is ahead', fontsize=26, weight='bold')
+    axis.set_title('At ten passes, no routed model beats\n'
+                   'the best dense one at equal cost', fontsize=26, weight='bold')
     axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
     return figure
 
@@ -312,7 +312,7 @@ def passes():
     axis.set_yticks([], minor=True)
     axis.set_xticks([*ticks], ticks.values())
     axis.set_xticks([], minor=True)
-    axis.set_title('Routing pays up to five passes over the text', fontsize=26, weight='bold',
+    axis.set_title('Routing pays while the text is new', fontsize=26, weight='bold',
                    pad=14)
     return figure
 
