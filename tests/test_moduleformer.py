@@ -304,61 +304,7 @@ def test_losses_survive_a_certain_router():
     assert abs(losses['mi']) < 1e-6 and abs(losses['concentration']) < 1e-6
 
 
-@pytest.mark.parametrize('name', ['mi', 'concentration'])
-def test_what_minimising_does(name):
-    """mi: modules used alike, each token sure of its own; concentration: fewer modules."""
-    torch.manual_seed(0)
-    router = Router(8, 4, ModuleFormerConfig(**{**SMALL, 'n_embd': 8}))
-    x = torch.randn(64, 8)
-    for p in router.parameters():
-        torch.nn.init.normal_(p, std=0.5)
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
-
-    def entropy(p):
-        return -(p * (p + 1e-12).log()).sum(-1)
-
-    def entropies():
-        prob = (F.relu(x @ router.B.weight.T) @ router.A.weight.T).softmax(-1)
-        return entropy(prob.mean(0)).item(), entropy(prob).mean().item()
-    before = entropies()
-    for _ in range(150):
-        optimizer.zero_grad()
-        router(x)[2][name].backward()
-        optimizer.step()
-    marginal, given = entropies()
-    if name == 'mi':
-        assert marginal > 0.98 * math.log(4) and marginal > before[0] and given < 0.2 * before[1]
-    else:
-        assert marginal < 0.05
-
-
 # ---- Memory, sizes -------------------------------------------------------------------------------
-
-
-def last(cache, n):
-    """What train.py keeps for the next segment: n keys and values, without their gradients."""
-    return [(k[:, :, -n:].detach(), v[:, :, -n:].detach()) for k, v in cache]
-
-
-@pytest.mark.parametrize('changes', [dict(), WIDE], ids=str)
-def test_segment_memory(changes):
-    """At depth 3: a first segment of T, a second with its keys and values = one pass of 2T. Cut
-    shorter, not the same."""
-    model, x, y = make(n_layer=3, **changes).eval(), tokens(2, 16), tokens(2, 16, seed=2)
-    whole = model(x)[0]
-    cache = []
-    first = model(x[:, :8], cache=cache)[0]
-    memory = last(cache, 8)
-    assert torch.allclose(whole[:, :8], first, rtol=0, atol=1e-12)
-    shorter = last(memory, 3)
-    second = model(x[:, 8:], cache=memory)[0]
-    assert torch.allclose(whole[:, 8:], second, rtol=0, atol=1e-12) and memory[0][0].size(2) == 16
-    assert (model(x[:, 8:], cache=shorter)[0] - second).abs().max() > 1e-6
-    memory = last(memory, 8)                     # in training: a third segment, gradients within it
-    loss = model(y[:, :8], y[:, 1:9], cache=memory)[1]
-    loss.backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    assert abs(loss - model(y[:, :8], y[:, 1:9])[1]) > 1e-6
 
 
 def test_params_by_hand():
