@@ -260,19 +260,6 @@ def test_no_leak(decoder):
         model(x[:, :4], cache=[])
 
 
-def test_padding_is_never_read():
-    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays
-    finite."""
-    model = make(decoder='causal').eval()
-    x = torch.tensor([[0, 6, 8, 8, 1, 2, 6, 8, 7, 8, 8, 8]])
-    with torch.no_grad():
-        first = model(x)[0][:, [3, 4, 7, 8, 11]]         # the places that predict bytes
-        model.wte.weight[8] += 5                     # also the head's row, which has no probability
-        assert torch.allclose(model(x)[0][:, [3, 4, 7, 8, 11]], first, rtol=0, atol=1e-12)
-        nothing = torch.full((1, 16), 8)
-        assert not model(nothing)[0].isnan().any()
-
-
 # ---- Streams of chunks ---------------------------------------------------------------------------
 
 
