@@ -340,25 +340,6 @@ def test_sampled_drafts_have_the_models_distribution(accepted):
     assert {(2, 1), (2, 2), (2, 3)} <= {*accepted}
 
 
-def distribution(n, V, seed):
-    logits = torch.randn(n, V, generator=torch.Generator().manual_seed(seed))
-    return (1.5 * logits).softmax(-1)
-
-
-def test_rows_go_on_from_the_shortest(monkeypatch):
-    """A row whose draft stays keeps it where another's does not; later drafts of both are
-    dropped."""
-    V = 5
-    p, q = distribution(6, V, 3).view(2, 3, V), distribution(4, V, 4).view(2, 2, V)
-    p[0, 0, 1], p[1, 0, 2] = 0, 1                        # row 0's draft cannot stay, row 1's must
-    drafts = [torch.tensor([[1], [2]]), torch.tensor([[0], [0]])]
-    for seed in range(20):
-        torch.manual_seed(seed)
-        out = accept(p, drafts, [*q.unbind(1)])
-        assert len(out) == 1 and out[0].shape == (2, 1)
-        assert out[0][0] != 1 and p[0, 0, out[0][0]] > q[0, 0, out[0][0]] and out[0][1] == 2
-
-
 # ---- Early exit ----------------------------------------------------------------------------------
 
 
