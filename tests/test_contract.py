@@ -373,6 +373,19 @@ def test_sampling(name):
 # ---- Precision and compilation -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('name', [name for name in CASES if CASES[name][2]])
+def test_routers_are_exact_under_autocast(name):
+    """In bfloat16 close scores would tie."""
+    model = make(name, dtype=torch.float32)
+    for router in (m for m in model.modules() if type(m).__name__ == 'Router'):
+        x = torch.randn(9, next(router.parameters()).size(1))
+        exact = router(x)
+        with torch.autocast('cpu', torch.bfloat16):
+            rough = router(x)
+        assert torch.equal(exact[0], rough[0])                         # gates
+        assert str(exact[1:]) == str(rough[1:])                        # choices, losses
+
+
 @pytest.mark.slow
 # CPUs without bfloat16 say so, and go on
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
