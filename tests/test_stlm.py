@@ -9,7 +9,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import plumbing.tokenizer as tokenizers
 import stlm
@@ -297,69 +296,54 @@ def test_nothing_is_lost(limit):
 
 
 class Known(torch.nn.Module):
-    """A model whose log-probabilities are a function of the ids: (B, T) -> (B, T, V)."""
+    """Its rule: the ids of a window so far -> {next id: its probability}."""
 
-    def __init__(self, log_prob):
+    def __init__(self, rule):
         super().__init__()
-        self.log_prob = log_prob
+        self.rule = rule
 
     def forward(self, x, y, reduction):
-        log_prob = self.log_prob(x).flatten(0, 1)
-        nats = F.nll_loss(log_prob, y.flatten(), ignore_index=-1, reduction=reduction)
-        return None, nats.view_as(y), {}
+        nats = torch.zeros(y.shape)
+        for b, t in (y >= 0).nonzero().tolist():
+            nats[b, t] = -math.log(self.rule(x[b, :t + 1].tolist())[y[b, t].item()])
+        return None, nats, {}
 
 
-def bits_per_byte(tokenizer, docs, log_prob, seq_len):
+def bits_per_byte(tokenizer, docs, rule, seq_len):
     symbols = tokenizer.end + [s for text in docs for s in tokenizer.encode(text) + tokenizer.end]
     tokens = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
     batches = val_batches(tokens, seq_len, 2, tokenizer.pad)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     machine = Machine('cpu', 'float32')
-    return score_batches(Known(log_prob), batches, lengths, machine)['bits_per_byte']
+    return score_batches(Known(rule), batches, lengths, machine)['bits_per_byte']
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs,
-    as chunks of two."""
+    """Texts as 'a. b. b.': a or b; after a sentence the text ends with 1/8. As bytes, as chunks of
+    one byte, as sentences of three."""
     dice = random.Random(0)
-    four = ['aa', 'ab', 'ba', 'bb']
-    docs = [''.join(dice.choice(four) for _ in range(dice.randint(0, 9))) for _ in range(12)]
-    vocabulary = [bytes([b]) for b in range(256)] + [pair.encode() for pair in four]
-    pairs = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
-    pairs.encode = lambda text: [256 + four.index(text[i:i + 2]) for i in range(0, len(text), 2)]
+    docs = [' '.join(dice.choices(['a.', 'b.'], k=dice.randint(1, 9))) for _ in range(12)]
+    letters = {97: 1 / 2, 98: 1 / 2}
 
-    def of_bytes(x):                              # at even places: end, a or b; at odd ones: a or b
-        out = torch.full((*x.shape, 257), -math.inf)
-        for row, ids in zip(out, x.tolist()):
-            for t in range(len(ids)):
-                since = next(n for n in range(t + 1) if ids[t - n] == 256)
-                for i in (97, 98):
-                    row[t, i] = math.log(7 / 16 if since % 2 == 0 else 1 / 2)
-                if since % 2 == 0:
-                    row[t, 256] = math.log(1 / 8)
-        return out
+    def of_bytes(before, end=256):
+        after = {end: letters, 32: letters, 97: {46: 1}, 98: {46: 1}, 46: {32: 7 / 8, end: 1 / 8}}
+        return after[before[-1]]
 
-    def of_pairs(x):
-        out = torch.full((*x.shape, pairs.n_vocab), -math.inf)
-        out[..., 256:260] = math.log(7 / 32)
-        out[..., pairs.eot] = math.log(1 / 8)
-        return out
+    def of_chunks(before):                               # 256 end-of-chunk, 257 end-of-text
+        return of_bytes(before[:-1], end=257) if len(before) % 2 == 0 else {256: 1}
 
-    def of_chunks(x):                             # windows are aligned: place t predicts slot t + 1
-        out = torch.full((*x.shape, 259), -math.inf)
-        out[:, 2::3, 97:99] = math.log(7 / 16)
-        out[:, 2::3, 257] = math.log(1 / 8)
-        out[:, 0::3, 97:99] = math.log(1 / 2)
-        out[:, 1::3, 256] = 0.0
-        return out
-
-    n = len(''.join(docs))
-    want = (n // 2 * math.log2(32 / 7) + 12 * math.log2(8)) / n
-    for tokenizer, log_prob, seq_len in (
-            (tokenizers.choose_tokenizer('bytes'), of_bytes, 999), (pairs, of_pairs, 7),
-            (tokenizers.chunk_tokenizer(pairs, 2), of_chunks, 9)):
-        got = bits_per_byte(tokenizer, docs, log_prob, seq_len)
-        assert got == pytest.approx(want, rel=1e-5), tokenizer.kind
+    def of_sentences(before):                            # 257 end-of-chunk, 258 end-of-text
+        if len(before) % 4 == 0:
+            return letters if before[-4] == 258 else {32: 7 / 8, 258: 1 / 8}
+        return {32: letters, 97: {46: 1}, 98: {46: 1}, 46: {257: 1}}[before[-1]]
+    sentences = ''.join(docs).count('.')
+    bits = sentences + 12 * 3 + (sentences - 12) * math.log2(8 / 7)
+    base = tokenizers.choose_tokenizer('bytes')
+    for tokenizer, rule, seq_len in (
+            (base, of_bytes, 7), (tokenizers.chunk_tokenizer(base, 1), of_chunks, 6),
+            (tokenizers.sentence_tokenizer(base, 3), of_sentences, 12)):
+        got = bits_per_byte(tokenizer, docs, rule, seq_len)
+        assert got == pytest.approx(bits / len(''.join(docs)), rel=1e-5), tokenizer.kind
 
 
 # ---- Generation ----------------------------------------------------------------------------------

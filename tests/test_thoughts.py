@@ -15,7 +15,7 @@ from plumbing.settings import Settings
 from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_tokenizer,
                                 pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer)
 from prepare import write_data_set
-from test_stlm import bits_per_byte, make, texts, whole
+from test_stlm import make, texts, whole
 from train import Data, load_bin, score_batches, val_batches
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
@@ -123,38 +123,6 @@ def test_no_sentence_is_lost(limit):
             rows = np.array(ids).reshape(-1, limit + 1).tolist()
             assert [row[:row.index(V - 3)] for row in rows] == want
         assert tokenizer.decode(symbols) == ''.join(odd_texts())
-
-
-def test_bits_per_byte_of_sentences_are_those_of_bytes():
-    """Texts as 'a. b. b.': a or b; after a sentence the text ends with 1/8."""
-    dice = random.Random(0)
-    docs = [' '.join(dice.choices(['a.', 'b.'], k=dice.randint(1, 9))) for _ in range(12)]
-    base = choose_tokenizer('bytes')
-    letters = {97: 1 / 2, 98: 1 / 2}
-
-    def of_bytes(before):
-        ends = {32: 7 / 8, 256: 1 / 8}
-        return {256: letters, 32: letters, 97: {46: 1}, 98: {46: 1}, 46: ends}[before[-1]]
-
-    def of_sentences(before):                            # 257 end-of-chunk, 258 end-of-text
-        if len(before) % 4 == 0:
-            return letters if before[-4] == 258 else {32: 7 / 8, 258: 1 / 8}
-        return {32: letters, 97: {46: 1}, 98: {46: 1}, 46: {257: 1}}.get(before[-1], {})
-
-    def table(rule, V):
-        def log_prob(x):
-            out = torch.full((*x.shape, V), -math.inf)
-            for row, ids in zip(out, x.tolist()):
-                for t in range(len(ids)):
-                    for i, p in rule(ids[:t + 1]).items():
-                        row[t, i] = math.log(p)
-            return out
-        return log_prob
-    sentences = ''.join(docs).count('.')
-    bits = sentences + 12 * 3 + (sentences - 12) * math.log2(8 / 7)
-    want = pytest.approx(bits / len(''.join(docs)), rel=1e-5)
-    assert bits_per_byte(base, docs, table(of_bytes, 257), 7) == want
-    assert bits_per_byte(sentence_tokenizer(base, 3), docs, table(of_sentences, 260), 12) == want
 
 
 # ---- The scripts ---------------------------------------------------------------------------------
