@@ -580,16 +580,8 @@ def test_what_a_surgery_froze_stays_frozen(tiny, tmp_path):
     check(tmp_path / 'next', start)
 
 
-def test_surgeries_of_several_runs_and_with_batches(tiny, tmp_path):
-    path = dict(PAPAFORMER, n_embd=8, n_head=1, n_layer=3, n_parallel=0)
-    del path['path_embd'], path['path_head']
-    for seed in (1, 2):
-        tiny(f'path_{seed}', path, seed=seed, max_iters=1)
-    compose = dict(COMMON, model='papaformer', surgery='compose',
-                   surgery_args=dict(connection='share'),
-                   init_from=[str(tmp_path / f'path_{seed}') for seed in (1, 2)])
-    tiny('composed', compose, max_iters=2)
-    assert load_checkpoint(tmp_path / 'composed')[0].config.path_embd == [8, 8]
+def test_the_report_of_a_surgery(tiny, tmp_path):
+    """Which gets batches, since it asks for them."""
     tiny('base', MODULEFORMER, max_iters=1)
     prune = dict(COMMON, model='moduleformer', init_from=tmp_path / 'base', surgery='prune_experts',
                  surgery_args=dict(threshold=0.9))
