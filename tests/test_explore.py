@@ -1,15 +1,13 @@
 """tools/explore.py: the page's numbers against the model, hostile text, the page in a browser."""
 
-import html
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import browse, in_a_browser
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import load_tokenizer
 from tools import explore
@@ -170,25 +168,24 @@ def test_two_runs_and_hostile_text(run, moep_run, trained, tmp_path):
     assert out.read_text().count('</script>') == 2
 
 
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason='there is no browser')
-def test_in_a_browser(run, moep_run, tmp_path):
-    """The page uses itself and writes what it saw into the attributes of its body."""
+@in_a_browser
+def test_page_in_a_browser(run, moep_run, tmp_path):
+    """Point at a token; keys, tabs and the legend, without an error."""
     page = tmp_path / 'a.html'
     run('tools.explore', moep_run, f'--out={page}', here=True)
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
-         f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=3000', '--dump-dom',
-         f'file://{page}#test'], capture_output=True, text=True, timeout=300)
-    body = re.search(r'<body([^>]*)>', done.stdout).group(1)
-    values = re.findall(r'data-(\w+)="(.*?)"', body, re.DOTALL)
-    seen = {key: html.unescape(value) for key, value in values}
-    assert 'error' not in seen and 'CONSOLE' not in done.stderr
+    hover, console = browse(page.read_text(), """
+        const [run] = shown;
+        run.spans[3].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
+        const hover = run.detail.innerText;
+        run.tabs.lastChild.click();                          // the loss
+        run.tabs.firstChild.click();
+        run.legend.querySelector('button').click();
+        for (const key of ['ArrowDown', 'ArrowRight', 'n', 'Escape'])
+            document.dispatchEvent(new KeyboardEvent('keydown', { key }));
+        return hover;""", tmp_path)
     data, = page_data(page)
-    assert f"loss {data['loss'][3]:.3f} nats" in seen['hover']
+    assert console == [] and f"loss {data['loss'][3]:.3f} nats" in hover
     for layer in data['layers']:
-        assert layer['name'] in seen['hover']
-        assert all(f'{c}:{percent}' in seen['hover'] for c, percent in unpack(layer, 3).items())
+        assert layer['name'] in hover
+        assert all(f'{c}:{percent}' in hover for c, percent in unpack(layer, 3).items())
