@@ -20,10 +20,12 @@ from tools.flops import training_flops
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ @live_page.js@ \\ end')
 TEXTS = ['', ' ', '   x  y ', "don't WE'LL 'tis I'VE", 'undefined xundefined', HOSTILE,
-         'a\x85b\x1cc\x00d\x1f', '\ufeffbom\u2028\u2029\u3000\xa0 z', 'é e\u0301 ½ ٣ Ⅷ ² ſ İ ı',
-         '\t\n\r\n \n', 'x' * 300, 'ab12cd  34', '漢字かな交じり文', '\u200b\u202e\u0301\U000e0001',
-         '\U0001f469\u200d\U0001f467 ok', 'The dogs near the tree are happy. ' * 30]
-WORDS = 'The dogs near the tree are happy . , " \' é ß 7 12 \x07 — \ufeff \x85 </b> ~'.split(' ')
+         'a\x85b\x1cc\x00d\x1f', '\ufeffbom\u2028\u2029\u3000\xa0 z', '\t\n\r\n \n', 'x' * 300,
+         'é e\u0301 ½ ٣ Ⅷ ² ſ İ ı', 'ab12cd  34', '漢字かな交じり文',
+         '\u200b\u202e\u0301\U000e0001', '\U0001f469\u200d\U0001f467 ok',
+         'The dogs near the tree are happy. ' * 30]
+WORDS = ['The', 'dogs', 'near', 'the', 'tree', 'are', 'happy', '.', ',', '"', "'", 'é', 'ß', '7',
+         '12', '\x07', '—', '\ufeff', '\x85', '</b>', '~']
 RNG = random.Random(0)
 TEXTS += [RNG.choice(['', ' ', '\n']).join(RNG.choices(WORDS, k=6)) for _ in range(34)]
 NO_HANDS = dict(out=[], force={}, top_k=2, temperature=1)
