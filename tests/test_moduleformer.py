@@ -511,24 +511,6 @@ def test_pruning_defaults():
     assert [row['after'] for row in prune_experts(model, usage, normalise='sum')[1]] == [2] * 4
 
 
-class SharpRouter(Router):
-    def forward(self, x_ND):
-        return super().forward(8 * x_ND)
-
-
-class SharpModuleFormer(ModuleFormer):
-    router = SharpRouter
-
-
-def test_surgery_keeps_a_router_of_your_own():
-    torch.manual_seed(0)
-    model, x = SharpModuleFormer(ModuleFormerConfig(**SMALL)), tokens()
-    again = absorb_inserted(model)
-    assert type(again) is SharpModuleFormer and torch.equal(again(x)[0], model(x)[0])
-    pruned, _ = prune_experts(insert_experts(model), batches=[(x, x)])
-    assert type(pruned) is SharpModuleFormer
-
-
 def test_surgery_errors():
     model, x = make(), tokens()
     with pytest.raises((AssertionError, ValueError)):

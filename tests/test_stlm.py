@@ -346,22 +346,6 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
         assert got == pytest.approx(bits / len(''.join(docs)), rel=1e-5), tokenizer.kind
 
 
-# ---- Generation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('decoder', DECODERS)
-def test_sampled_chunks_decode(decoder):
-    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not
-    UTF-8."""
-    torch.manual_seed(0)
-    model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
-    tokenizer = tokenizers.chunk_tokenizer(tokenizers.choose_tokenizer('bytes'), 3)
-    for top_k in (None, 50):
-        out = model.generate(torch.tensor([[257]] * 3), 4 * 20 - 1, top_k=top_k)
-        assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
-        assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
-
-
 # ---- Dropout -------------------------------------------------------------------------------------
 
 
