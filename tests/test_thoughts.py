@@ -2,29 +2,21 @@
 
 import math
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 import stlm
-from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from plumbing.settings import Settings
-from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_tokenizer,
-                                pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer)
+from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer, sentence_tokenizer
 from prepare import write_data_set
-from test_stlm import make, texts, whole
+from test_stlm import bases, make, texts, whole
 from train import Data, load_bin, score_batches, val_batches
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
 PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
-
-
-def bases():
-    words = Counter(PATTERN.findall(PROBLEM * 9))
-    return [choose_tokenizer('bytes'), rank_tokenizer(ranks_blob(train_bpe(words, 300)))]
 
 
 def odd_texts():
@@ -70,7 +62,7 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
     write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 4))
     machine = Machine('cpu', 'float32')
     data = Data(Settings(model='stlm', data='d', data_dir=str(tmp_path), batch_size=2), machine)
-    data.start(40)
+    data.start(99)
     pause = data.pad
     x, y = data.batch(data.next_starts())
     assert (x == pause).any()
