@@ -83,7 +83,8 @@ def make(name, scale=0.2, seed=0, dtype=torch.float64, **changes):
 
 
 def text(model, B=3, T=12, seed=1):
-    """(B, T) ids. A byte-level model reads chunks: one to three bytes, end-of-chunk, padding."""
+    """(B, T) ids. A byte-level model reads chunks: bytes, end-of-chunk and padding, or end-of-text
+    and padding."""
     L, V = slots(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(seed)
     if L == 1:
@@ -92,6 +93,8 @@ def text(model, B=3, T=12, seed=1):
     end = torch.randint(1, L, (B, T // L + 1, 1), generator=generator)
     place = torch.arange(L)
     chunks = chunks.where(place != end, V - 3).where(place <= end, V - 1)
+    is_text_end = torch.rand(end.shape, generator=generator) < 0.2
+    chunks = torch.where(is_text_end, (V - 2) + (place > 0), chunks)
     return chunks.flatten(1)[:, :T]
 
 

@@ -16,6 +16,7 @@ from oracles import attention, compare, rms, swiglu, tokens
 from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
+from test_contract import pair, text
 from train import as_tensor, score_batches, val_batches
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
@@ -39,25 +40,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
             joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
             p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
-
-
-def stream(B, T, V=9, limit=3, seed=1):
-    """(B, T) symbols of random chunks: some are end-of-text, the others have 1 to limit bytes."""
-    dice = random.Random(seed)
-    rows = []
-    for _ in range(B):
-        row = []
-        while len(row) < T:
-            chunk = [dice.randrange(V - 3) for _ in range(dice.randint(1, limit))] + [V - 3]
-            if dice.random() < 0.2:
-                chunk = [V - 2]
-            row += chunk + [V - 1] * (limit + 1 - len(chunk))
-        rows.append(row[:T])
-    return torch.tensor(rows)
-
-
-def without_padding(y, V):
-    return y.masked_fill(y == V - 1, -1)
 
 
 def whole(symbols, V, limit):
@@ -156,15 +138,11 @@ def test_oracle(changes, T):
     """Logits, loss and every gradient. Bytes end inside the first chunk, inside the third, at its
     end."""
     model = make(**changes)
-    c = model.config
-    text = stream(2, T + 1, c.vocab_size, c.byte_limit) if c.byte_limit else tokens(2, T + 1)
-    x, y = text[:, :-1], text[:, 1:]
-    if c.byte_limit:
-        y = without_padding(y, c.vocab_size)
+    x, y = pair(model, 2, T)
     logits = oracle(model, x)
     assert torch.equal(model(x)[0].isinf(), logits.isinf())
     grads = compare(model, x, y, logits, {}, {}, atol=1e-9)
-    if T > c.byte_limit:                                 # else there is no whole chunk to encode
+    if T > model.config.byte_limit:                      # else there is no whole chunk to encode
         assert all(grad.abs().max() > 1e-7 for grad in grads.values())
 
 
@@ -226,8 +204,8 @@ def test_probabilities_of_all_chunks_sum_to_one(decoder):
         for n in (1, 2):
             rows = torch.tensor([context + sum(more, [])
                                  for more in itertools.product(chunks, repeat=n)])
-            x, y = rows[:, :-1], without_padding(rows[:, 1:], 6)
-            y[:, :len(context) - 1] = -1
+            x, y = rows[:, :-1], rows[:, 1:].clone()
+            y[y == 5] = y[:, :len(context) - 1] = -1             # padding, and what is given
             prob = (-model(x, y, reduction='none')[1].sum(1)).exp()
             assert len(prob) == 13 ** n and (prob > 0).all() and abs(prob.sum() - 1) < 1e-12
             assert prob.max() > 2 * prob.min()
@@ -236,7 +214,7 @@ def test_probabilities_of_all_chunks_sum_to_one(decoder):
 
 def test_a_byte_level_model_keeps_its_cache_inside_generate():
     with pytest.raises((AssertionError, ValueError), match='cache'):
-        make(decoder='causal')(stream(1, 4), cache=[])
+        make(decoder='causal')(torch.zeros(1, 4, dtype=torch.long), cache=[])
 
 
 # ---- Streams of chunks ---------------------------------------------------------------------------
@@ -273,11 +251,11 @@ def test_nothing_is_lost(limit):
         tokenizer = tokenizers.chunk_tokenizer(base, limit)
         L = limit + 1
         symbols, docs = list(tokenizer.end), texts()
-        for text in docs:
-            ids = tokenizer.encode(text)
-            assert whole(ids, 259, limit) and tokenizer.decode(ids) == text
+        for doc in docs:
+            ids = tokenizer.encode(doc)
+            assert whole(ids, 259, limit) and tokenizer.decode(ids) == doc
             rows = [ids[i:i + L] for i in range(0, len(ids), L)]
-            tokens = [base.token_bytes[i] for i in base.encode(text)]
+            tokens = [base.token_bytes[i] for i in base.encode(doc)]
             cut = [list(t[i:i + limit]) for t in tokens for i in range(0, len(t), limit)]
             assert [row[:row.index(256)] for row in rows] == cut
             symbols += ids + tokenizer.end
@@ -390,7 +368,7 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
     """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
     nowhere."""
     model = make(dropout=0.5, **changes)
-    x = stream(2, 8) if model.config.byte_limit else tokens(2, 8)
+    x = text(model, 2, 8)
     seen = []
     model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
     exact = model.eval()(x)[0]
@@ -412,7 +390,7 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
 def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model = make(dtype=torch.float32, dropout=0.1, **changes)
-    x = stream(2, 16) if model.config.byte_limit else tokens(2, 16)
+    x, y = pair(model, 2, 16)
     place = model.dropout.p.data_ptr()                   # where a captured graph would look
     model.set_dropout(0.0)
     graphs = []
@@ -421,7 +399,6 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
         graphs.append(graph)
         return graph
     compiled = compile_model(model, backend=backend, fullgraph=True)
-    y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):
         model.set_dropout(p)
