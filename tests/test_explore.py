@@ -18,20 +18,8 @@ HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
 
 
 @pytest.fixture(scope='module')
-def trained(run, data_dir, tmp_path_factory):
-    """A run of one step: trained('moep', '--top_k=1') -> its folder."""
-    def trained(config, *args):
-        folder = tmp_path_factory.mktemp('explore') / config
-        run('train.py', f'config/{config}.py', f'--data_dir={data_dir}', f'--out_dir={folder}',
-            '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0', *args,
-            here=True)
-        return folder
-    return trained
-
-
-@pytest.fixture(scope='module')
-def moep_run(trained):
-    return trained('moep')
+def moep_run(smoke):
+    return smoke('config/moep.py')
 
 
 def page_data(path):
@@ -127,8 +115,8 @@ def test_numbers_are_the_models(run, moep_run, data_dir):
     ('moduleformer', [], ['blocks.0.att', 'blocks.0.ffd']),
     ('papaformer', ['--connection=gumbel1', '--hard=False'], ['parallel.0']),
     ('selfmoe', ['--gate=matrix'], ['gate.1', 'gate.2'])])
-def test_other_models(run, trained, data_dir, config, args, layers):
-    folder = trained(config, *args)
+def test_other_models(run, smoke, data_dir, config, args, layers):
+    folder = smoke(f'config/{config}.py', *args)
     run('tools.explore', folder, '--tokens=300', here=True)
     data, = page_data(folder / 'explore.html')
     assert [layer['name'] for layer in data['layers']][:len(layers)] == layers
@@ -159,8 +147,8 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
         assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
 
 
-def test_two_runs_and_hostile_text(run, moep_run, trained, tmp_path):
-    other, out = trained('moep', '--top_k=1', '--n_block=2'), tmp_path / 'a.html'
+def test_two_runs_and_hostile_text(run, moep_run, smoke, tmp_path):
+    other, out = smoke('config/moep.py', '--top_k=1', '--n_block=2'), tmp_path / 'a.html'
     run('tools.explore', moep_run, other, f'--prompt={HOSTILE}', f'--out={out}', here=True)
     one, two = page_data(out)
     assert one['ids'] == two['ids'] and {layer['choices'] for layer in two['layers']} == {2, 4}
