@@ -174,13 +174,10 @@ def test_toy_task():
 
 
 @pytest.fixture(scope='module')
-def tiny(run, data_dir, tmp_path_factory):
+def tiny(smoke):
     """A run folder with the toy tokenizer and weights that are as good as untrained."""
-    out = tmp_path_factory.mktemp('tiny') / 'run'
-    run('train.py', '--n_parallel=0', '--n_embd=32', '--n_head=2', '--block_size=32',
-        '--dropout=0.0', '--max_iters=1', '--eval_tokens=64', '--sample_tokens=0',
-        f'--data_dir={data_dir}', f'--out_dir={out}', here=True)
-    return out
+    return smoke('config/gpt2.py', '--n_layer=2', '--n_embd=32', '--n_head=2', '--block_size=32',
+                 '--dropout=0.0', '--max_iters=1')
 
 
 @pytest.mark.slow
