@@ -148,18 +148,6 @@ def test_steps_run_on_into_the_next_epoch_and_a_resumed_run_reads_on(make_data):
         make_data(a=np.arange(999)).go_to(data.place())
 
 
-def test_a_batch_is_a_slice_of_the_bin(make_data):
-    text = np.random.default_rng(0).integers(0, 65536, 500)      # above int16, too
-    data = make_data(a=text, pad=int(text[77]))
-    starts = torch.tensor([3, 70, 490 - 8])
-    x, y = data.batch(starts)
-    for row, start in enumerate(starts.tolist()):
-        assert x[row].tolist() == text[start:start + 8].tolist()
-        target = text[start + 1:start + 9]
-        assert y[row].tolist() == np.where(target == text[77], -1, target).tolist()
-    assert y[1, 6] == -1                                         # padding is never a target
-
-
 def test_stride_and_words_per_epoch(make_data):
     starts = np.sort(make_data(a=np.arange(1000), stride=2).order(0))
     assert {*np.diff(starts)} == {2} and len(starts) in (495, 496)
