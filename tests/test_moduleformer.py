@@ -303,7 +303,7 @@ def test_losses_survive_a_certain_router():
     assert abs(losses['mi']) < 1e-6 and abs(losses['concentration']) < 1e-6
 
 
-# ---- Memory, sizes -------------------------------------------------------------------------------
+# ---- Sizes ---------------------------------------------------------------------------------------
 
 
 def test_params_by_hand():

@@ -171,7 +171,7 @@ def test_only_those_who_pass_cost_anything(T, capacity, K):
     assert seen == [(3, K)] * 4
 
 
-# ---- Causality -----------------------------------------------------------------------------------
+# ---- The cache -----------------------------------------------------------------------------------
 
 
 def pick(model, tokens_that_pass, strength=4.0):
