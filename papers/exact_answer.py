@@ -3,7 +3,7 @@ Word problems: does the model's worked solution end in the right number?
 
     python -m papers.exact_answer out/selfmoe_math                        # on the run's own data
     python -m papers.exact_answer out/selfmoe_math --data data/toy_math   # on another data set
-    python -m papers.exact_answer out/run --data val.jsonl --show 3       # on rows of JSON
+    python -m papers.exact_answer out/run --data val.jsonl --json F       # on rows of JSON
 
 A problem is a question, a newline, and a worked solution. The model reads [end-of-text] + question
 + newline and goes on greedily until it writes end-of-text; the last number of its text is compared
@@ -159,25 +159,17 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
 def main():
     parser = run_parser(__doc__, data=dict(
         help="a data set or a .jsonl file; the run's own data if not given"))
-    parser.add_argument('--num', type=between(1, 10 ** 9),
-                        help='only this many problems, the first ones; all if not given')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=64,
                         help='longest solution; for models of chunks, in symbols')
     parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=64,
                         help='problems at a time')
-    parser.add_argument('--show', type=between(0, 10 ** 9), default=0, metavar='N',
-                        help='print the first N problems and the first 500 characters written')
     args = parser.parse_args()
     model, ckpt, tokenizer, machine = open_run(args)
     data = args.data or data_folder(ckpt)
-    problems = read_problems(data)[:args.num]
+    problems = read_problems(data)
     writer = fast_writer(model, Machine(args.device, 'float32'), args.batch_size)
     result = exact_answer(writer, tokenizer, problems, args.max_new_tokens, args.batch_size,
                           machine.device)
-    for example in result['examples'][:args.show]:
-        verdict = 'right' if example['right'] else 'wrong'
-        question, text, solution = (example[key][:500] for key in ('question', 'text', 'solution'))
-        print(f'{question}\n-> {text}\n   {verdict}: {solution}\n')
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
           f"always the commonest answer: {100 * result['guess']:.1f}%)")

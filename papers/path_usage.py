@@ -2,14 +2,12 @@
 Which path of a PaPaformer does a prompt use? (The paper's Table 6.)
 
     python -m papers.path_usage out/papaformer_composed --data data/toy_stories data/toy_math
-    python -m papers.path_usage out/papaformer_composed               # the paper's 20 prompts
 
-The first command takes many prompts from each data set, the second prints one line per prompt: the
-path that its last token uses in each parallel layer. Paths count from 0, as in sample.py --routes
-(in the paper from 1); the number after the last path is the mix of all (Gumbel). For Share-Linear
-it is the path whose output is most similar to the joined one, in every layer but the last. A
-choice is right if it is the path that was trained on the prompt's domain: the first data set
-belongs to path 0, the second to path 1, and so on; the mix counts as wrong.
+It takes prompts from each data set (the paper has 20 in all) and looks at the path that the last
+token uses in each parallel layer: for Gumbel a path or the mix of all, for Share-Linear the path
+whose output is most similar to the joined one, in every layer but the last. A choice is right if it
+is the path that was trained on the prompt's domain: the first data set belongs to path 0, the
+second to path 1, and so on; the mix counts as wrong.
 """
 
 import numpy as np
@@ -18,15 +16,6 @@ import torch
 import papaformer
 from papers.common import open_run, run_parser, val_tokens
 from plumbing.cli import UserError, between, run_main, write_json
-
-STORIES = [
-    'Once upon a time, there was a little', 'Once upon a time, there was a little boy named Lily.',
-    'There was a little girl.', 'There was a little girl named Timmy.', 'Little girl',
-    'He liked to play with his toys', 'One day', 'went to the park', 'yummy soup',
-    'She loved playing with']
-MATH = [
-    'Solve this', ' Express your answer', ' <llm-code>', 'Find the largest', 'Evaluate',
-    'from sympy import sqrt', 'Simplify', "Let's solve this problem", 'Python code', '1 + 1']
 
 
 def document_starts(folder, tokenizer, num, length):
@@ -38,17 +27,6 @@ def document_starts(folder, tokenizer, num, length):
         raise UserError(f'no document of {folder} has {length} tokens: choose a smaller --length')
     prompts = np.stack([tokens[i:i + 1 + length] for i in starts])
     return torch.from_numpy(prompts.astype(np.int64))
-
-
-def show_prompts(model, tokenizer, prompts, device):
-    """Print the path that each prompt takes -> (prompts, layers)"""
-    all_choices = []
-    for prompt in prompts:
-        ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]], device=device)
-        choices = papaformer.path_usage(model, ids)
-        print(f'{prompt!r:54}  ' + ' -> '.join(map(str, choices[0].tolist())))
-        all_choices.append(choices.cpu())
-    return torch.cat(all_choices)
 
 
 def path_accuracy(choices, path):
@@ -67,7 +45,7 @@ def summarise(choices, path, n):
 
 def main():
     parser = run_parser(__doc__, data=dict(
-        nargs='+', help="one data set per path, in order; the paper's prompts if not given"))
+        nargs='+', required=True, help='one data set per path, in order'))
     parser.add_argument('--num', type=between(1, 10 ** 6), default=500,
                         help='prompts of each data set')
     parser.add_argument('--length', type=between(1, 10 ** 6), default=16,
@@ -77,24 +55,19 @@ def main():
     if ckpt['model'] != 'papaformer' or not model.config.n_parallel:
         raise UserError(f'{args.run} is not a PaPaformer with parallel layers: it has no paths')
     names = [f'path {i}' for i in range(len(model.config.path_embd))]
-    if args.data and len(args.data) != len(names):
+    if len(args.data) != len(names):
         raise UserError(f'--data needs a data set for each of {len(names)} paths, '
                         f'not {len(args.data)}')
-    domains = args.data or ['stories', 'math']
     by_domain = []                                       # (prompts, layers) of each
-    if args.data:
-        for folder in args.data:
-            prompts = document_starts(folder, tokenizer, args.num, args.length)
-            by_domain.append(papaformer.path_usage(model, prompts.to(machine.device)).cpu())
-    else:
-        for prompts in (STORIES, MATH):
-            by_domain.append(show_prompts(model, tokenizer, prompts, machine.device))
+    for folder in args.data:
+        prompts = document_starts(folder, tokenizer, args.num, args.length)
+        by_domain.append(papaformer.path_usage(model, prompts.to(machine.device)).cpu())
 
     if model.config.connection != 'share':
         names.append('   mix')
     print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
     result = {}
-    for path, (domain, choices) in enumerate(zip(domains, by_domain)):
+    for path, (domain, choices) in enumerate(zip(args.data, by_domain)):
         name = f'{domain}, path {path}' if domain in result else domain  # given twice
         result[name] = row = summarise(choices, path, len(names))
         shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])

@@ -2,9 +2,13 @@
 give the same bits."""
 
 import contextlib
+import html
 import importlib
 import io
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,23 +80,28 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def smoke(data_dir, tmp_path_factory):
-    """smoke('config/moep.py') trains a config for two steps, after those it starts from -> its run
-    folder. Each only once per session."""
+    """smoke('config/moep.py', '--top_k=1') trains a config for two steps, after those it starts
+    from -> its run folder. Each only once per session."""
     from plumbing.settings import read_config
     folder = tmp_path_factory.mktemp('smoke')
     runs = {}
 
-    def train(config):
-        if config not in runs:
+    def train(config, *settings):
+        key = config, *settings
+        if key not in runs:
             starts = read_config(ROOT / config).get('init_from') or []
             for start in [starts] if isinstance(starts, str) else starts:
                 train(f"config/{start.removeprefix('out/')}.py")
+            out = folder / config.replace('config', 'out', 1).removesuffix('.py')
+            if settings:
+                out = out.with_name(f'{out.name}_{len(runs)}')
             with torch.enable_grad():                    # a test may be under no_grad
                 run_script('train.py', ROOT / config, f'--data_dir={data_dir}', '--max_iters=2',
                            '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
-                           '--sample_tokens=2', '--log_interval=1', cwd=folder, here=True)
-            runs[config] = folder / config.replace('config', 'out', 1).removesuffix('.py')
-        return runs[config]
+                           '--sample_tokens=2', '--log_interval=1', f'--out_dir={out}', *settings,
+                           cwd=folder, here=True)
+            runs[key] = out
+        return runs[key]
     return train
 
 
@@ -120,3 +129,21 @@ def documents(folder, split):
         else:
             text.append(i)
     return texts
+
+
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+in_a_browser = pytest.mark.skipif(not BROWSER, reason='there is no browser')
+
+
+def browse(page, script, folder):
+    """Open the page with a script at its end -> what this returns; the console."""
+    path = folder / 'browsed.html'
+    path.write_text(f"""{page}<script>(async () => {{ {script} }})().then(
+        seen => {{ document.body.textContent = JSON.stringify(seen); }});</script>""", 'utf-8')
+    done = subprocess.run(
+        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
+         f'--user-data-dir={folder}/profile', '--virtual-time-budget=60000', '--dump-dom',
+         f'file://{path}'], capture_output=True, text=True, encoding='utf-8', timeout=300)
+    body = re.search(r'<body>(.*)</body>', done.stdout, re.DOTALL).group(1)
+    console = [line for line in done.stderr.splitlines() if 'CONSOLE' in line]
+    return json.loads(html.unescape(body)), console

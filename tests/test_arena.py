@@ -127,8 +127,7 @@ def test_stages(home, called):
 
 @pytest.mark.slow
 def test_a_killed_arena_saves_and_goes_on(home):
-    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on from
-    there, and the loss is that of a run without a stop."""
+    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on."""
     entries = dict(gpt2=TINY, mine=TINY | dict(max_iters=300, batch_size=1, save_interval=1000))
     code = f"""from arena import __main__ as arena
 arena.TRACKS['toy'].update({RULES | dict(tokens=300 * 32)})
@@ -151,11 +150,6 @@ arena.run_main(arena.main)"""
     lines = [json.loads(line) for line in open(log)]
     resumed_at, = [line['iter'] for line in lines if 'run' in line][1:]
     assert 0 < resumed_at < 300 and lines[-1]['iter'] == 300
-    options = arena.options(entries['mine'])
-    subprocess.run([sys.executable, ROOT / 'train.py', *options, '--seed=1', '--out_dir=out/again'],
-                   cwd=home, env=env, check=True)
-    again = [json.loads(line) for line in open(home / 'out/again/log.jsonl')]
-    assert again[-1]['val']['toy_stories']['loss'] == rows(home)[1]['loss']
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(home, called):

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 
-import moduleformer
 import train
 from conftest import ROOT
 from moep import MoEP, MoEPConfig
@@ -88,25 +87,11 @@ def test_steps_are_training_steps():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize('total', [0.7e6, 28e6, 104e6])
-def test_dense_of_equal_size(total):
-    size = round((total / 90) ** 0.5) // 8 * 8
-    config = moduleformer.ModuleFormerConfig(
-        vocab_size=2048, n_layer=4, n_embd=size, d_att=size, d_ffd=size, n_ffd=8, n_att=4)
-    with torch.device('meta'):
-        model = moduleformer.ModuleFormer(config)
-        dense = MoEP(bench.dense_like(moduleformer.ModuleFormer, config, 128))
-    assert abs(dense.count_params()[0] / model.count_params()[0] - 1) < 0.05
-    assert dense.config.n_parallel == 0
-
-
 def test_sweeps_and_batch_sizes(measured):
-    args = [*SMALL[:2], '--batch_size', '1', '2', '--sweep=sparse=True,False', '--dense']
+    args = [*SMALL[:2], '--batch_size', '1', '2', '--sweep=sparse=True,False']
     rows = measured('config/moep.py', *args)['rows']
-    dense = 'GPT-2 of that size'
-    names = ['moep sparse=True', dense] * 2 + ['moep sparse=False', dense] * 2
-    assert [row['name'].strip() for row in rows] == names
-    assert [row['rows'] for row in rows] == [1, 1, 2, 2] * 2
+    assert [row['name'] for row in rows] == ['moep sparse=True'] * 2 + ['moep sparse=False'] * 2
+    assert [row['rows'] for row in rows] == [1, 2] * 2
     sweep = '--sweep=path_embd=[8,16],[24,24]'           # commas in brackets do not part values
     rows = measured('config/papaformer.py', *SMALL, sweep)['rows']
     names = ['papaformer path_embd=[8,16]', 'papaformer path_embd=[24,24]']
@@ -160,11 +145,10 @@ def test_generation(measured):
 
 
 def test_rows_compile_in_other_processes(monkeypatch):
-    """A row can be sent there; what has no auxiliary losses is trained without."""
+    """A row can be sent there."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr('sys.argv', ['bench', 'config/moep.py', '--dense'])
+    monkeypatch.setattr('sys.argv', ['bench', 'config/moep.py', 'config/gpt2.py'])
     args, _ = bench.read_arguments()
     rows = list(bench.plan_rows(args, [*SMALL, '--device=cpu']))
-    assert [bool(row.s.aux_weights) for row in rows] == [True, False]
     for row in pickle.loads(pickle.dumps(rows)):
         bench.first_step(row, args)

@@ -32,12 +32,6 @@ def test_how_scripts_end(monkeypatch, capsys, error, code, line):
     assert message.count('\n') == (code == 2)
 
 
-@pytest.mark.parametrize('error', [ZeroDivisionError(), RuntimeError('shapes'), KeyError('x')])
-def test_a_bug_keeps_its_traceback(error):
-    with pytest.raises(type(error)):
-        run_main(lambda: throw(error))
-
-
 def test_options(capsys):
     """A wrong one is the user's mistake; the help shows the default where there is one."""
     parser = Parser('doc')

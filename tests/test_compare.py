@@ -1,15 +1,12 @@
 """tools/compare.py as a user runs it, and its page in a browser where there is one."""
 
-import html
 import json
 import math
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, browse, in_a_browser
 from tools import compare
 
 NASTY = '</script><b id="x">"\'&$\x1b[2J'
@@ -133,42 +130,27 @@ def test_names_are_text(call, tmp_path):
     assert list(data['runs'][0]['routes']) == [NASTY] and ['note', NASTY, '-'] in data['rows']
 
 
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-DRIVE = """<script>
-const problems = [];
-addEventListener('error', event => problems.push(event.message));
-addEventListener('load', () => setTimeout(() => {
-  function point(query, share) {
-    const svg = document.querySelector(query), box = svg.getBoundingClientRect();
-    svg.dispatchEvent(new PointerEvent('pointermove', { clientX: box.left + share * box.width }));
-    return document.getElementById('tip').innerText;
-  }
-  const left = point('.chart svg', 0), share = point('.routes svg', 1);
-  document.querySelector('input[value=FLOPs]').click();
-  document.getElementById('logx').click();
-  document.getElementById('logy').click();
-  const right = point('.chart svg', 1);
-  document.body.dataset.seen = JSON.stringify({ problems, left, share, right });
-}, 300));
-</script>"""
-
-
-@pytest.mark.skipif(not BROWSER, reason='there is no browser')
+@in_a_browser
 def test_page_in_a_browser(call, tmp_path):
     """Hover, the switches of axis and scale, and no error."""
     write_log(tmp_path / 'a', start(), evaluation(0, 6.0), step(1),
               evaluation(3, 3.5, dict(first=[0.5, 0.5, 0.0])))
     call('a', '--html=page.html')
-    page = tmp_path / 'page.html'
-    page.write_text(page.read_text().replace('<head>', '<head>' + DRIVE))
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--dump-dom',
-         f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=5000', f'file://{page}'],
-        capture_output=True, text=True, timeout=120)
-    seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', done.stdout)[1]))
-    assert seen['problems'] == [] and 'val toy: 6' in seen['left']
-    assert '2: 0.0%, unused at the end' in seen['share']
-    assert seen['right'].startswith('training FLOPs')
+    seen, console = browse((tmp_path / 'page.html').read_text(), """
+        function point(query, share) {
+            const svg = document.querySelector(query), box = svg.getBoundingClientRect();
+            const clientX = box.left + share * box.width;
+            svg.dispatchEvent(new PointerEvent('pointermove', { clientX }));
+            return document.getElementById('tip').innerText;
+        }
+        const seen = [point('.chart svg', 0), point('.routes svg', 1)];
+        document.querySelector('input[value=FLOPs]').click();
+        document.getElementById('logx').click();
+        document.getElementById('logy').click();
+        return [...seen, point('.chart svg', 1)];""", tmp_path)
+    left, share, right = seen
+    assert console == [] and 'val toy: 6' in left and '2: 0.0%, unused at the end' in share
+    assert right.startswith('training FLOPs')
 
 
 def test_difference_from_the_first_run(call, tmp_path):

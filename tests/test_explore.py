@@ -1,15 +1,13 @@
 """tools/explore.py: the page's numbers against the model, hostile text, the page in a browser."""
 
-import html
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import browse, in_a_browser
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import load_tokenizer
 from tools import explore
@@ -20,20 +18,8 @@ HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
 
 
 @pytest.fixture(scope='module')
-def trained(run, data_dir, tmp_path_factory):
-    """A run of one step: trained('moep', '--top_k=1') -> its folder."""
-    def trained(config, *args):
-        folder = tmp_path_factory.mktemp('explore') / config
-        run('train.py', f'config/{config}.py', f'--data_dir={data_dir}', f'--out_dir={folder}',
-            '--max_iters=1', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=0', *args,
-            here=True)
-        return folder
-    return trained
-
-
-@pytest.fixture(scope='module')
-def moep_run(trained):
-    return trained('moep')
+def moep_run(smoke):
+    return smoke('config/moep.py')
 
 
 def page_data(path):
@@ -129,8 +115,8 @@ def test_numbers_are_the_models(run, moep_run, data_dir):
     ('moduleformer', [], ['blocks.0.att', 'blocks.0.ffd']),
     ('papaformer', ['--connection=gumbel1', '--hard=False'], ['parallel.0']),
     ('selfmoe', ['--gate=matrix'], ['gate.1', 'gate.2'])])
-def test_other_models(run, trained, data_dir, config, args, layers):
-    folder = trained(config, *args)
+def test_other_models(run, smoke, data_dir, config, args, layers):
+    folder = smoke(f'config/{config}.py', *args)
     run('tools.explore', folder, '--tokens=300', here=True)
     data, = page_data(folder / 'explore.html')
     assert [layer['name'] for layer in data['layers']][:len(layers)] == layers
@@ -161,8 +147,8 @@ def test_a_text_beside_the_validation_set(run, moep_run, data_dir, tmp_path):
         assert dict(a, gates=0, width=0) == dict(b, gates=0, width=0)
 
 
-def test_two_runs_and_hostile_text(run, moep_run, trained, tmp_path):
-    other, out = trained('moep', '--top_k=1', '--n_block=2'), tmp_path / 'a.html'
+def test_two_runs_and_hostile_text(run, moep_run, smoke, tmp_path):
+    other, out = smoke('config/moep.py', '--top_k=1', '--n_block=2'), tmp_path / 'a.html'
     run('tools.explore', moep_run, other, f'--prompt={HOSTILE}', f'--out={out}', here=True)
     one, two = page_data(out)
     assert one['ids'] == two['ids'] and {layer['choices'] for layer in two['layers']} == {2, 4}
@@ -170,25 +156,24 @@ def test_two_runs_and_hostile_text(run, moep_run, trained, tmp_path):
     assert out.read_text().count('</script>') == 2
 
 
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason='there is no browser')
-def test_in_a_browser(run, moep_run, tmp_path):
-    """The page uses itself and writes what it saw into the attributes of its body."""
+@in_a_browser
+def test_page_in_a_browser(run, moep_run, tmp_path):
+    """Point at a token; keys, tabs and the legend, without an error."""
     page = tmp_path / 'a.html'
     run('tools.explore', moep_run, f'--out={page}', here=True)
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
-         f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=3000', '--dump-dom',
-         f'file://{page}#test'], capture_output=True, text=True, timeout=300)
-    body = re.search(r'<body([^>]*)>', done.stdout).group(1)
-    values = re.findall(r'data-(\w+)="(.*?)"', body, re.DOTALL)
-    seen = {key: html.unescape(value) for key, value in values}
-    assert 'error' not in seen and 'CONSOLE' not in done.stderr
+    hover, console = browse(page.read_text(), """
+        const [run] = shown;
+        run.spans[3].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
+        const hover = run.detail.innerText;
+        run.tabs.lastChild.click();                          // the loss
+        run.tabs.firstChild.click();
+        run.legend.querySelector('button').click();
+        for (const key of ['ArrowDown', 'ArrowRight', 'n', 'Escape'])
+            document.dispatchEvent(new KeyboardEvent('keydown', { key }));
+        return hover;""", tmp_path)
     data, = page_data(page)
-    assert f"loss {data['loss'][3]:.3f} nats" in seen['hover']
+    assert console == [] and f"loss {data['loss'][3]:.3f} nats" in hover
     for layer in data['layers']:
-        assert layer['name'] in seen['hover']
-        assert all(f'{c}:{percent}' in seen['hover'] for c, percent in unpack(layer, 3).items())
+        assert layer['name'] in hover
+        assert all(f'{c}:{percent}' in hover for c, percent in unpack(layer, 3).items())

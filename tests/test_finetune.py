@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import test_contract
 from plumbing.machine import Machine
-from plumbing.settings import Settings, import_model
+from plumbing.settings import Settings
 from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 from plumbing.toy import MEN, PLURALS, WOMEN, subject_rows
 from tools import finetune
@@ -21,26 +22,12 @@ from tools.finetune import (
 
 CPU = torch.device('cpu')
 BAR = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
-SMALL = dict(vocab_size=257, block_size=32, n_layer=2, n_head=2, n_embd=16)
-MODELS = dict(
-    gpt2=('moep', dict(n_parallel=0, dropout=0.0)),
-    moep=('moep', dict(n_parallel=1, n_embd_parallel=8, n_head_parallel=1, dropout=0.0)),
-    papaformer=('papaformer', dict(path_embd=[8, 8], path_head=[1, 1], connection='gumbel2')),
-    moduleformer=('moduleformer', dict(n_att=3, d_att=8, n_ffd=3, d_ffd=8, query_block=8)),
-    selfmoe=('selfmoe', dict(n_kv_head=1, n_expert=3, top_k=2)),
-    stlm_bytes=('stlm', dict(vocab_size=259, block_size=64, n_kv_head=1, ffn_hidden=24,
-                             byte_limit=1, byte_embd=8, byte_head=1, byte_layer=1)))
 
 
 def make(name, **changes):
     """A model of bytes, with weights far from zero."""
-    torch.manual_seed(1)
-    file, keys = MODELS[name]
-    module = import_model(file)
-    model = module.Model(module.Config(**SMALL | keys | changes)).eval()
-    for p in model.parameters():
-        p.data.add_(0.3 * torch.randn(p.shape))
-    return model
+    settings = dict(dtype=torch.float32, vocab_size=257, block_size=32) | changes
+    return test_contract.make(name, 0.3, **settings)
 
 
 # ---- Metrics ------------------------------------------------------------------------------------
@@ -110,13 +97,13 @@ def test_encode():
     assert bytes(i for i in ids if i < 256) == b'abcd\nxy'
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', ['gpt2', 'moduleformer', 'stlm_bytes'])
 def test_padding_changes_nothing(name):
     """Alone and without padding, or among longer ones: the same outputs, from the last token."""
-    model = make(name).double()
-    tokenizer = choose_tokenizer('bytes')
+    model, tokenizer = make(name, dtype=torch.float64), choose_tokenizer('bytes')
     if name == 'stlm_bytes':
-        tokenizer = chunk_tokenizer(tokenizer, 1)
+        model = make(name, dtype=torch.float64, vocab_size=259, block_size=64)
+        tokenizer = chunk_tokenizer(tokenizer, 3)
     limit = model.config.block_size // len(tokenizer.end)
     texts = [['a'], ['bcb' * 7], ['azkfcxy' * 2], ['kc'], ['bcb' * 5]]
     classifier = Classifier(model, 3).double().eval()
@@ -187,13 +174,10 @@ def test_toy_task():
 
 
 @pytest.fixture(scope='module')
-def tiny(run, data_dir, tmp_path_factory):
+def tiny(smoke):
     """A run folder with the toy tokenizer and weights that are as good as untrained."""
-    out = tmp_path_factory.mktemp('tiny') / 'run'
-    run('train.py', '--n_parallel=0', '--n_embd=32', '--n_head=2', '--block_size=32',
-        '--dropout=0.0', '--max_iters=1', '--eval_tokens=64', '--sample_tokens=0',
-        f'--data_dir={data_dir}', f'--out_dir={out}', here=True)
-    return out
+    return smoke('config/gpt2.py', '--n_layer=2', '--n_embd=32', '--n_head=2', '--block_size=32',
+                 '--dropout=0.0', '--max_iters=1')
 
 
 @pytest.mark.slow

@@ -155,7 +155,8 @@ def test_what_stays_narrow(dtype, tmp_path):
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
-TEXT = "Once upon a time, 1,234 cats (naïve) sat.\n\n  They don't   sing: é ▁ 🙂 日本 <s> x</s>"
+TEXT = "Once upon a time, 1,234 cats (naïve) sat.\n\n  They don't   sing: " \
+    'é ▁ 🙂 日本 <s> x</s>'
 
 
 def train_package(kind):

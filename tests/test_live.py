@@ -1,33 +1,31 @@
 """tools/live.py: in a browser, the page computes what torch does, and shows it; hostile text."""
 
 import base64
-import html
 import json
 import random
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, browse, in_a_browser
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.settings import import_model
 from tools import live
 from tools.flops import training_flops
 
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-in_a_browser = pytest.mark.skipif(not BROWSER, reason='there is no browser')
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ @live_page.js@ \\ end')
 TEXTS = ['', ' ', '   x  y ', "don't WE'LL 'tis I'VE", 'undefined xundefined', HOSTILE,
-         'a\x85b\x1cc\x00d\x1f', '\ufeffbom\u2028\u2029\u3000\xa0 z', 'é e\u0301 ½ ٣ Ⅷ ² ſ İ ı',
-         '\t\n\r\n \n', 'x' * 300, 'ab12cd  34', '漢字かな交じり文', '\u200b\u202e\u0301\U000e0001',
-         '\U0001f469\u200d\U0001f467 ok', 'The dogs near the tree are happy. ' * 30]
-WORDS = 'The dogs near the tree are happy . , " \' é ß 7 12 \x07 — \ufeff \x85 </b> ~'.split(' ')
+         'a\x85b\x1cc\x00d\x1f', '\ufeffbom\u2028\u2029\u3000\xa0 z', '\t\n\r\n \n', 'x' * 300,
+         'é e\u0301 ½ ٣ Ⅷ ² ſ İ ı', 'ab12cd  34', '漢字かな交じり文',
+         '\u200b\u202e\u0301\U000e0001', '\U0001f469\u200d\U0001f467 ok',
+         'The dogs near the tree are happy. ' * 30]
+WORDS = ['The', 'dogs', 'near', 'the', 'tree', 'are', 'happy', '.', ',', '"', "'", 'é', 'ß', '7',
+         '12', '\x07', '—', '\ufeff', '\x85', '</b>', '~']
 RNG = random.Random(0)
 TEXTS += [RNG.choice(['', ' ', '\n']).join(RNG.choices(WORDS, k=6)) for _ in range(34)]
 NO_HANDS = dict(out=[], force={}, top_k=2, temperature=1)
@@ -53,20 +51,6 @@ def wild_run(request, smoke, tmp_path_factory):
         p.copy_((p + 0.1 * torch.randn(p.shape)).half())         # what the page holds: float16
     torch.save(ckpt, folder / 'ckpt.pt')
     return folder
-
-
-def browse(page, script, folder):
-    """Open the page with a script at its end -> what this returns; the console."""
-    path = folder / 'page.html'
-    path.write_text(f"""{page}<script>(async () => {{ {script} }})().then(
-        seen => {{ document.body.textContent = JSON.stringify(seen); }});</script>""", 'utf-8')
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
-         f'--user-data-dir={folder}/profile', '--virtual-time-budget=60000', '--dump-dom',
-         f'file://{path}'], capture_output=True, text=True, encoding='utf-8', timeout=300)
-    body = re.search(r'<body>(.*)</body>', done.stdout, re.DOTALL).group(1)
-    console = [line for line in done.stderr.splitlines() if 'CONSOLE' in line]
-    return json.loads(html.unescape(body)), console
 
 
 def in_js(value):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn as nn
 
-from plumbing.checkpoint import load_checkpoint
 from test_contract import build, pair, predict, text
 from tools import lora
 from tools.lora import add_lora, merge_lora
@@ -198,27 +197,3 @@ def test_compiled(compile_model):
     compiled = compile_model(model, backend='eager', fullgraph=True)
     x = text(model)
     torch.testing.assert_close(compiled(x)[0], model(x)[0])
-
-
-@pytest.mark.slow
-def test_as_surgery(run, smoke, data_dir, tmp_path):
-    """train.py adds adapters, trains and resumes them, and merges them into a plain run."""
-    base = smoke('config/moep.py')
-    common = [f'--data_dir={data_dir}', '--batch_size=1', '--eval_tokens=64', '--sample_tokens=2',
-              '--learning_rate=0.1', '--schedule=constant']
-    adding = [*common, f'--init_from={base}', '--surgery=tools.lora.add_lora',
-              "--surgery_args={'rank': 2}"]
-    run('train.py', *adding, '--max_iters=3', f'--out_dir={tmp_path}/lora', here=True)
-    for more in (['--max_iters=2'], ['--max_iters=3', '--resume']):
-        run('train.py', *adding, f'--out_dir={tmp_path}/half', *more, here=True)
-    run('train.py', *common, f'--init_from={tmp_path}/lora', '--surgery=tools.lora.merge_lora',
-        '--max_iters=0', f'--out_dir={tmp_path}/merged', here=True)
-    folders = (base, tmp_path / 'lora', tmp_path / 'half', tmp_path / 'merged')
-    plain, adapted, resumed, merged = (load_checkpoint(folder)[0] for folder in folders)
-    for name, p in resumed.state_dict().items():
-        assert torch.equal(p, adapted.state_dict()[name]), name
-    assert torch.equal(adapted.wte.weight, plain.wte.weight)             # frozen
-    assert merged.state_dict().keys() == plain.state_dict().keys()
-    x = torch.arange(24)[None]
-    assert (adapted(x)[0] - plain(x)[0]).abs().max() > 1e-3
-    torch.testing.assert_close(merged(x)[0], adapted(x)[0], rtol=1e-4, atol=1e-4)

@@ -58,11 +58,20 @@ def one_line(done, script):
 @pytest.mark.parametrize('command, hint', [
     (['train.py'], 'name a config, such as config/moep.py'),
     ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
+    ([*NEW, '--qqq=1'], "unknown key 'qqq'; see --help"),
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
     ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
     ([*NEW, '--schedule=cosin'], 'it can be cosine, linear, constant'),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
+    (['train.py', 'moduleformer'], 'did you mean config/moduleformer.py?'),
     (['train.py', 'broken.py'], 'broken.py:1: '),
+    ([*NEW, '--batch_size=0'], 'batch_size = 0 must be more than 0'),
+    ([*NEW, '--epochs=-1.0'], 'epochs = -1.0 must be more than 0'),
+    ([*NEW, '--memory=16'], 'set stream=True'),
+    ([*NEW, '--stream', '--stride=8'], 'a stream has no stride'),
+    ([*NEW, '--resume', '--overwrite'], 'set one to False'),
+    ([*NEW, '--shard', '--compile'], 'does not go with compile'),
+    ([*NEW, '--shard', '--optimizer=muon'], 'without shard'),
     ([*NEW, '--model=mope'], 'did you mean moep?'),
     ([*NEW, '--model=prepare'], 'Config, Model ='),
     ([*NEW, '--n_head=3'], 'n_embd must be a multiple of n_head'),
@@ -130,12 +139,6 @@ def test_a_damaged_file_is_named(run, home, data_dir, path, content, command):
     (home / path).write_bytes(content)
     assert path in one_line(run(*command, cwd=home, code=2), command[0])
     assert (home / path).read_bytes() == content
-
-
-def test_half_a_checkpoint(run, home):
-    file = home / 'out/run/ckpt.pt'
-    file.write_bytes(file.read_bytes()[:5000])
-    assert 'out/run/ckpt.pt cannot be read' in one_line(run(*RESUME, cwd=home, code=2), 'train.py')
 
 
 @pytest.mark.parametrize('content', [dict(model={}), [1, 2], torch.zeros(3)], ids=str)

@@ -12,7 +12,7 @@ import stlm
 import train
 from arena import dense
 from plumbing.machine import Machine
-from plumbing.muon import MOMENTUM, QUINTIC, Muon, orthogonal, update_scale
+from plumbing.muon import MOMENTUM, QUINTIC, Muon, orthogonal
 from plumbing.settings import Settings
 from tools import lora
 
@@ -34,12 +34,6 @@ def test_orthogonal_against_svd(shape):
         assert torch.allclose(orthogonal(matrix), got, atol=1e-12)
         assert torch.allclose(orthogonal(1e-3 * matrix), got, atol=1e-3)
     assert orthogonal(torch.zeros(shape)).abs().max() == 0
-
-
-def test_scale():
-    """sqrt(max(1, out / in)); an nn.Linear holds (out, in), a stack of experts (E, in, out)."""
-    assert update_scale((16, 4)) == update_scale((3, 4, 16)) == 2
-    assert update_scale((4, 16)) == update_scale((3, 16, 4)) == update_scale((5, 5)) == 1
 
 
 def slow_step(p, grad, momentum, rate, decay, is_linear):

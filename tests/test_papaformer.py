@@ -32,15 +32,6 @@ def make_path(seed=0, **changes):
     return make(seed, torch.float32, **{**DENSE, 'n_embd': 8, 'ffn_hidden': None, **changes})
 
 
-def router_of(form='intended', n=3, **changes):
-    """A router whose scores are what it reads."""
-    config = PaPaformerConfig(**{**SMALL, 'connection': 'gumbel2', 'aux_form': form, **changes})
-    router = papaformer.Router(n, n, config)
-    with torch.no_grad():
-        router.linear.weight.copy_(torch.eye(n))
-    return router.double()
-
-
 # ---- The slow version ----------------------------------------------------------------------------
 
 
@@ -164,43 +155,6 @@ def test_oracle(changes, training):
     routes = model.routes(x)
     assert list(routes) == list(weights)
     assert all(torch.allclose(routes[n], weights[n], rtol=0, atol=1e-12) for n in routes)
-
-
-# ---- Gumbel routing ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('changes', [G1, G2, G1 | THREE])
-def test_training_routes_are_one_hot_and_noisy_and_learn(changes):
-    model, x = make(**changes).train(), tokens(4, 12)
-    a, b = model.routes(x), model.routes(x)
-    for name in a:
-        assert ((a[name] == 0) | (a[name] == 1)).all() and (a[name].sum(-1) == 1).all()
-        assert not torch.equal(a[name], b[name])
-        assert a[name].flatten(0, 1).sum(0).min() > 0    # every choice is explored
-    model(x, x.flip(1))[1].backward()                    # the cross-entropy alone
-    for name, p in model.named_parameters():
-        assert p.grad.abs().max() > 0, name
-        if 'router' in name or 'combine' in name:
-            assert (p.grad.abs().max(1).values > 0).all(), name
-
-
-@pytest.mark.parametrize('temperature', [0.5, 1.0, 3.0])
-def test_choices_are_drawn_from_the_softmax(temperature):
-    """The hard choice has the probabilities softmax(logits) at any temperature."""
-    logits, N = torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64), 6000
-    router = router_of(temperature=temperature).train()
-    torch.manual_seed(0)
-    count = router(logits.expand(2, N // 2, 3))[0].sum((0, 1))
-    want = N * logits.softmax(-1)
-    assert count.sum() == N
-    assert ((count - want) ** 2 / want).sum() < 14       # chi-square, 2 degrees: p = 0.001
-
-
-def test_the_router_is_exact_under_autocast():
-    """Scores that bfloat16 would round to a tie are told apart."""
-    with torch.autocast('cpu', torch.bfloat16):
-        pi, _ = router_of().float().eval()(torch.tensor([[[1.0, 1.001, 1.002]]]))
-    assert pi.tolist() == [[[0, 0, 1]]] and pi.dtype == torch.float32
 
 
 # ---- Auxiliary losses ----------------------------------------------------------------------------

@@ -9,23 +9,10 @@ import sample
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import load_tokenizer
 
-TINY = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--n_parallel=1',
-        '--n_head_parallel=1', '--n_embd_parallel=16', '--n_block=3', '--n_expert=3', '--top_k=2']
-
 
 @pytest.fixture(scope='module')
-def train_tiny(run, data_dir, tmp_path_factory):
-    def train_tiny(*args):
-        out = tmp_path_factory.mktemp('out') / 'run'
-        run('train.py', *args, f'--data_dir={data_dir}', f'--out_dir={out}', '--batch_size=4',
-            '--max_iters=10', '--eval_tokens=64', '--sample_tokens=0', here=True)
-        return out
-    return train_tiny
-
-
-@pytest.fixture(scope='module')
-def trained(train_tiny):
-    return train_tiny(*TINY)
+def trained(smoke):
+    return smoke('config/moep.py', '--block_size=32', '--n_parallel=1')
 
 
 @pytest.fixture
@@ -78,9 +65,8 @@ def test_routes_of_a_long_text_begin_with_the_prompt(call):
     assert [line.split()[0] for line in table[2:4]] == ['<eot>', 'The'] and len(table) == 34
 
 
-def test_routes_of_a_model_without_positions_are_not_cut(call, train_tiny):
-    folder = train_tiny('--model=moduleformer', '--n_layer=1', '--n_embd=32', '--block_size=32',
-                        '--n_att=2', '--d_att=16', '--n_head=2', '--n_ffd=2', '--d_ffd=16')
+def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
+    folder = smoke('config/moduleformer.py', '--block_size=32')
     text = call('--routes', '--max_new_tokens', 40, folder=folder)
     table = text[text.rindex('token'):].splitlines()
     assert 'what each token took' in text and len(table) == 1 + 1 + 40
@@ -99,9 +85,9 @@ def test_cells(data_dir):
     assert sample.cell(tokenizer, tokenizer.encode('\n')[0]) == '\\n'
 
 
-def test_a_prompt_inside_a_chunk_of_bytes(call, train_tiny):
+def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
     """The last chunk of the prompt is left open: the model may end it or go on with it."""
-    folder = train_tiny('config/stlm_bytes.py', '--block_size=72', '--n_layer=1')
+    folder = smoke('config/stlm_bytes.py', '--block_size=72')
     text = call('--prompt', 'Once upon a ti', '--max_new_tokens', 40, folder=folder)
     assert text.startswith('Once upon a ti') and len(text) > 16
     for before in ('', 5 * 'The dogs run. '):            # a long one loses full chunks

@@ -112,40 +112,6 @@ def test_oracle(changes):
         assert value.requires_grad == (name == 'balance'), name
 
 
-@pytest.mark.parametrize('n, k', [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize('T', [12, 1])                   # one token leaves experts without work
-def test_float32_is_float64_and_idle_experts_stand_still(n, k, T):
-    single, x = make(dtype=torch.float32, n=n, k=k, gate='matrix'), tokens(3 if T > 1 else 1, T)
-    double = copy.deepcopy(single).double()
-    pairs = []
-    for model in (single, double):
-        logits = model(x)[0]
-        _, loss, aux = model(x, x.flip(1))
-        (loss + 0.7 * aux['balance']).backward()
-        pairs.append([logits, *(p.grad for p in model.parameters())])
-    for i, (a, b) in enumerate(zip(*pairs, strict=True)):
-        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-9, i
-    for b in single.blocks:
-        idle = single.routes(x)[f'blocks.{b.layer}'].sum((0, 1)) == 0
-        assert T > 1 or idle.sum() == n - k
-        # zero, not none
-        assert (b.ffn.fc.grad[idle] == 0).all() and (b.ffn.down.grad[idle] == 0).all()
-
-
-def router_of(n, k):
-    """The router of a mixture; its scores are the first n channels of what it reads."""
-    router = SelfMoE(SelfMoEConfig(**SMALL, n_expert=n, top_k=k)).blocks[0].ffn.router
-    torch.nn.init.eye_(router.linear.weight)
-    return lambda scores: router(F.pad(scores, (0, 16 - n)))
-
-
-def test_the_router_is_exact_under_autocast():
-    """Scores that bfloat16 would round to a tie are told apart."""
-    with torch.autocast('cpu', torch.bfloat16):
-        weight, *_ = router_of(4, 2)(torch.tensor([[1.0, 1.001, 1.002, 1.003]]))
-    assert (weight > 0).tolist() == [[False, False, True, True]] and weight.dtype == torch.float32
-
-
 # ---- Surgery -------------------------------------------------------------------------------------
 
 
@@ -220,72 +186,27 @@ def test_sizes_of_the_paper():
 # ---- Choosing gates ------------------------------------------------------------------------------
 
 
-V = 6
-
-
-def votes():
-    """Blocks that do nothing; token i has one channel that votes for i + 1 and one that votes for i
-    + 2. The gates weigh the first kind up (helps), the second up (spoils), nothing, and the first
-    up a little."""
-    shape = dict(vocab_size=V, n_layer=5, n_head=1, n_kv_head=1, n_embd=2 * V)
-    model = SelfMoE(SelfMoEConfig(**shape, gate='vector'))
-    with torch.no_grad():
-        for b in model.blocks:
-            b.proj.weight.zero_()
-            b.ffn.down.weight.zero_()
-        for i in range(V):
-            model.wte.weight[i] = torch.eye(2 * V)[i] + torch.eye(2 * V)[V + i]
-            model.head.weight[i] = torch.eye(2 * V)[(i - 1) % V] + torch.eye(2 * V)[V + (i - 2) % V]
-        for layer, first, second in ((1, 1.0, 0.0), (2, 0.0, 1.0), (4, 0.01, 0.0)):
-            model.gates[str(layer)].weight.copy_(torch.tensor([first] * V + [second] * V))
-    return model
-
-
-def votes_batches():
-    """Batches of 3 and 1 sequences. Of the targets: 1 follows the first vote, 2 the second, 0 is
-    left out."""
-    votes_by_row = [[[1, 1, 1, 1], [1, 2, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0]]]
-    batches = []
-    for vote in map(torch.tensor, votes_by_row):
-        idx = torch.arange(vote.numel()).view_as(vote) % V
-        batches.append((idx, torch.where(vote > 0, (idx + vote) % V, -1)))
-    return batches, votes_by_row
-
-
-def votes_perplexity(first, second, votes_by_row):
-    """Eq. 3 and 4 on paper. 2 of 2V channels are not zero: the norm divides by their root mean
-    square."""
-    scale = math.sqrt((first ** 2 + second ** 2) / (2 * V) + 1e-6)
-    total = math.exp(first / scale) + math.exp(second / scale) + V - 2
-    nats = {1: math.log(total) - first / scale, 2: math.log(total) - second / scale}
-    rows = [[nats[v] for v in row if v] for batch in votes_by_row for row in batch]
-    each = [math.exp(sum(row) / len(row)) for row in rows if row]
-    return sum(each) / len(each)
-
-
-@pytest.mark.parametrize('rule, args, kept', [
-    ('improves', {}, [1, 4]), ('printed', {}, [2]), ('changes', {}, [1, 2]),
-    ('from_layer', dict(layer=3), [3, 4]),
-    ('changes', dict(threshold=1e-4), [1, 2, 4]), ('changes', dict(threshold=0.9), []),
-    ('changes', dict(threshold=0.3), [2])])           # -27% and +37% of what it is without the gate
-def test_select_gates_by_rule(rule, args, kept):
-    model, (batches, votes_by_row) = votes(), votes_batches()
-    chosen, table = select_gates(model, iter(batches), rule, **args)
-    assert [row['layer'] for row in table if row['kept']] == kept
-    weights = [(1, 1), (2, 1), (2, 2), (2, 2), (2.02, 2)]                # of both votes, by layer
-    for i, row in enumerate(table):                                    # earlier gates stay in place
-        assert row['layer'] == i + 1
-        by_hand = [votes_perplexity(*pair, votes_by_row) for pair in weights[i:i + 2]]
-        assert [row['without'], row['with']] == pytest.approx(by_hand, rel=1e-5)
-    # a gate of zero: no rounding
-    assert len(table) == 4 and table[2]['without'] == table[2]['with']
-    for i, line in enumerate(str(table).splitlines()[1:], 1):
-        assert line.split()[::4] == [str(i), 'kept' if i in kept else 'removed']
-    removed = {1, 2, 3, 4} - {*kept}
+@pytest.mark.parametrize('rule, args, keeps', [
+    ('improves', {}, lambda row: row['with'] < row['without']),
+    ('printed', {}, lambda row: row['with'] > row['without']),
+    ('changes', {}, lambda row: abs(row['with'] / row['without'] - 1) > 0.01),
+    ('changes', dict(threshold=0.05), lambda row: abs(row['with'] / row['without'] - 1) > 0.05),
+    ('from_layer', dict(layer=3), lambda row: row['layer'] >= 3)])
+def test_select_gates_by_rule(rule, args, keeps):
+    """A gate of zero changes nothing, to the last bit; a gate that is removed is one of zero."""
+    model, x = make(gate='vector', n_layer=6), tokens(4)
+    torch.nn.init.zeros_(model.gates['3'].weight)
+    chosen, table = select_gates(model, iter([(x, x.roll(-1, 1))]), rule, **args)
+    assert table[2]['without'] == table[2]['with']
+    kept = [row['layer'] for row in table if keeps(row)]
+    removed = [row['layer'] for row in table if not keeps(row)]
+    assert kept and removed and sorted(kept + removed) == [1, 2, 3, 4, 5]
     assert chosen.config.gate_layers == kept and list(chosen.gates) == list(map(str, kept))
-    for i in removed:                                    # a removed gate is a gate of zero
+    for row, line in zip(table, str(table).splitlines()[1:]):
+        verdict = 'kept' if row['layer'] in kept else 'removed'
+        assert line.split()[::4] == [str(row['layer']), verdict]
+    for i in removed:
         torch.nn.init.zeros_(model.gates[str(i)].weight)
-    x = torch.arange(6)[None]
     assert torch.equal(chosen(x)[0], model(x)[0])
 
 

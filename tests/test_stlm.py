@@ -9,7 +9,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import plumbing.tokenizer as tokenizers
 import stlm
@@ -17,6 +16,7 @@ from oracles import attention, compare, rms, swiglu, tokens
 from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from stlm import STLM, STLMConfig
+from test_contract import pair, text
 from train import as_tensor, score_batches, val_batches
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
@@ -40,25 +40,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
             joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
             p.add_((0.4 if joint else scale) * torch.randn_like(p))
     return model
-
-
-def stream(B, T, V=9, limit=3, seed=1):
-    """(B, T) symbols of random chunks: some are end-of-text, the others have 1 to limit bytes."""
-    dice = random.Random(seed)
-    rows = []
-    for _ in range(B):
-        row = []
-        while len(row) < T:
-            chunk = [dice.randrange(V - 3) for _ in range(dice.randint(1, limit))] + [V - 3]
-            if dice.random() < 0.2:
-                chunk = [V - 2]
-            row += chunk + [V - 1] * (limit + 1 - len(chunk))
-        rows.append(row[:T])
-    return torch.tensor(rows)
-
-
-def without_padding(y, V):
-    return y.masked_fill(y == V - 1, -1)
 
 
 def whole(symbols, V, limit):
@@ -157,15 +138,11 @@ def test_oracle(changes, T):
     """Logits, loss and every gradient. Bytes end inside the first chunk, inside the third, at its
     end."""
     model = make(**changes)
-    c = model.config
-    text = stream(2, T + 1, c.vocab_size, c.byte_limit) if c.byte_limit else tokens(2, T + 1)
-    x, y = text[:, :-1], text[:, 1:]
-    if c.byte_limit:
-        y = without_padding(y, c.vocab_size)
+    x, y = pair(model, 2, T)
     logits = oracle(model, x)
     assert torch.equal(model(x)[0].isinf(), logits.isinf())
     grads = compare(model, x, y, logits, {}, {}, atol=1e-9)
-    if T > c.byte_limit:                                 # else there is no whole chunk to encode
+    if T > model.config.byte_limit:                      # else there is no whole chunk to encode
         assert all(grad.abs().max() > 1e-7 for grad in grads.values())
 
 
@@ -227,50 +204,17 @@ def test_probabilities_of_all_chunks_sum_to_one(decoder):
         for n in (1, 2):
             rows = torch.tensor([context + sum(more, [])
                                  for more in itertools.product(chunks, repeat=n)])
-            x, y = rows[:, :-1], without_padding(rows[:, 1:], 6)
-            y[:, :len(context) - 1] = -1
+            x, y = rows[:, :-1], rows[:, 1:].clone()
+            y[y == 5] = y[:, :len(context) - 1] = -1             # padding, and what is given
             prob = (-model(x, y, reduction='none')[1].sum(1)).exp()
             assert len(prob) == 13 ** n and (prob > 0).all() and abs(prob.sum() - 1) < 1e-12
             assert prob.max() > 2 * prob.min()
             assert (model(x)[0].softmax(-1).sum(-1) - 1).abs().max() < 1e-12      # at each position
 
 
-@pytest.mark.parametrize('decoder', DECODERS)
-def test_no_leak(decoder):
-    """logits[t] predicts symbol t + 1: it may depend on symbols 0..t, never on what it predicts."""
-    model, x, L = make(decoder=decoder).eval(), stream(3, 16, seed=5), 4
-    full, states = model(x)[0].softmax(-1), model.features(x)[0]
-    for p in range(16):
-        prefix = x[:, :p + 1]
-        assert torch.allclose(model(prefix)[0].softmax(-1), full[:, :p + 1], rtol=0, atol=1e-12)
-        assert torch.allclose(model.features(prefix)[0], states[:, :p + 1], rtol=0, atol=1e-12)
-        changed = torch.where(x < 6, (x + 1) % 6, x).where(torch.arange(16) == p, x)
-        difference = (model(changed)[0].softmax(-1) - full).abs().amax(2)[x[:, p] < 6]
-        assert difference[:, :p].sum() < 1e-12
-        end = (p // L + 1) * L - 1                       # from here on the core has read the chunk
-        later = [t for t in range(end, 16) if (t + 1) % L != L - 1]    # not the last slot, always $
-        assert (difference[:, later] > 1e-9).all()
-        if decoder == 'causal':
-            assert (difference[:, p:end][:, :L - 2 - p % L] > 1e-9).all()
-        else:
-            assert (difference[:, p:end] < 1e-12).all()
-    for t in range(1, 16):                               # a chunk's symbols have one state
-        assert torch.equal(states[:, t], states[:, t - 1]) == ((t + 1) % L != 0)
+def test_a_byte_level_model_keeps_its_cache_inside_generate():
     with pytest.raises((AssertionError, ValueError), match='cache'):
-        model(x[:, :4], cache=[])
-
-
-def test_padding_is_never_read():
-    """Neither what stands behind a chunk's end, nor a chunk of nothing but padding, which stays
-    finite."""
-    model = make(decoder='causal').eval()
-    x = torch.tensor([[0, 6, 8, 8, 1, 2, 6, 8, 7, 8, 8, 8]])
-    with torch.no_grad():
-        first = model(x)[0][:, [3, 4, 7, 8, 11]]         # the places that predict bytes
-        model.wte.weight[8] += 5                     # also the head's row, which has no probability
-        assert torch.allclose(model(x)[0][:, [3, 4, 7, 8, 11]], first, rtol=0, atol=1e-12)
-        nothing = torch.full((1, 16), 8)
-        assert not model(nothing)[0].isnan().any()
+        make(decoder='causal')(torch.zeros(1, 4, dtype=torch.long), cache=[])
 
 
 # ---- Streams of chunks ---------------------------------------------------------------------------
@@ -307,11 +251,11 @@ def test_nothing_is_lost(limit):
         tokenizer = tokenizers.chunk_tokenizer(base, limit)
         L = limit + 1
         symbols, docs = list(tokenizer.end), texts()
-        for text in docs:
-            ids = tokenizer.encode(text)
-            assert whole(ids, 259, limit) and tokenizer.decode(ids) == text
+        for doc in docs:
+            ids = tokenizer.encode(doc)
+            assert whole(ids, 259, limit) and tokenizer.decode(ids) == doc
             rows = [ids[i:i + L] for i in range(0, len(ids), L)]
-            tokens = [base.token_bytes[i] for i in base.encode(text)]
+            tokens = [base.token_bytes[i] for i in base.encode(doc)]
             cut = [list(t[i:i + limit]) for t in tokens for i in range(0, len(t), limit)]
             assert [row[:row.index(256)] for row in rows] == cut
             symbols += ids + tokenizer.end
@@ -330,85 +274,54 @@ def test_nothing_is_lost(limit):
 
 
 class Known(torch.nn.Module):
-    """A model whose log-probabilities are a function of the ids: (B, T) -> (B, T, V)."""
+    """Its rule: the ids of a window so far -> {next id: its probability}."""
 
-    def __init__(self, log_prob):
+    def __init__(self, rule):
         super().__init__()
-        self.log_prob = log_prob
+        self.rule = rule
 
     def forward(self, x, y, reduction):
-        log_prob = self.log_prob(x).flatten(0, 1)
-        nats = F.nll_loss(log_prob, y.flatten(), ignore_index=-1, reduction=reduction)
-        return None, nats.view_as(y), {}
+        nats = torch.zeros(y.shape)
+        for b, t in (y >= 0).nonzero().tolist():
+            nats[b, t] = -math.log(self.rule(x[b, :t + 1].tolist())[y[b, t].item()])
+        return None, nats, {}
 
 
-def bits_per_byte(tokenizer, docs, log_prob, seq_len):
+def bits_per_byte(tokenizer, docs, rule, seq_len):
     symbols = tokenizer.end + [s for text in docs for s in tokenizer.encode(text) + tokenizer.end]
     tokens = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
     batches = val_batches(tokens, seq_len, 2, tokenizer.pad)
     lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     machine = Machine('cpu', 'float32')
-    return score_batches(Known(log_prob), batches, lengths, machine)['bits_per_byte']
+    return score_batches(Known(rule), batches, lengths, machine)['bits_per_byte']
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """Texts of pairs over a and b: they end with 1/8, else one of four pairs. As bytes, as pairs,
-    as chunks of two."""
+    """Texts as 'a. b. b.': a or b; after a sentence the text ends with 1/8. As bytes, as chunks of
+    one byte, as sentences of three."""
     dice = random.Random(0)
-    four = ['aa', 'ab', 'ba', 'bb']
-    docs = [''.join(dice.choice(four) for _ in range(dice.randint(0, 9))) for _ in range(12)]
-    vocabulary = [bytes([b]) for b in range(256)] + [pair.encode() for pair in four]
-    pairs = tokenizers.rank_tokenizer(tokenizers.ranks_blob(vocabulary))
-    pairs.encode = lambda text: [256 + four.index(text[i:i + 2]) for i in range(0, len(text), 2)]
+    docs = [' '.join(dice.choices(['a.', 'b.'], k=dice.randint(1, 9))) for _ in range(12)]
+    letters = {97: 1 / 2, 98: 1 / 2}
 
-    def of_bytes(x):                              # at even places: end, a or b; at odd ones: a or b
-        out = torch.full((*x.shape, 257), -math.inf)
-        for row, ids in zip(out, x.tolist()):
-            for t in range(len(ids)):
-                since = next(n for n in range(t + 1) if ids[t - n] == 256)
-                for i in (97, 98):
-                    row[t, i] = math.log(7 / 16 if since % 2 == 0 else 1 / 2)
-                if since % 2 == 0:
-                    row[t, 256] = math.log(1 / 8)
-        return out
+    def of_bytes(before, end=256):
+        after = {end: letters, 32: letters, 97: {46: 1}, 98: {46: 1}, 46: {32: 7 / 8, end: 1 / 8}}
+        return after[before[-1]]
 
-    def of_pairs(x):
-        out = torch.full((*x.shape, pairs.n_vocab), -math.inf)
-        out[..., 256:260] = math.log(7 / 32)
-        out[..., pairs.eot] = math.log(1 / 8)
-        return out
+    def of_chunks(before):                               # 256 end-of-chunk, 257 end-of-text
+        return of_bytes(before[:-1], end=257) if len(before) % 2 == 0 else {256: 1}
 
-    def of_chunks(x):                             # windows are aligned: place t predicts slot t + 1
-        out = torch.full((*x.shape, 259), -math.inf)
-        out[:, 2::3, 97:99] = math.log(7 / 16)
-        out[:, 2::3, 257] = math.log(1 / 8)
-        out[:, 0::3, 97:99] = math.log(1 / 2)
-        out[:, 1::3, 256] = 0.0
-        return out
-
-    n = len(''.join(docs))
-    want = (n // 2 * math.log2(32 / 7) + 12 * math.log2(8)) / n
-    for tokenizer, log_prob, seq_len in (
-            (tokenizers.choose_tokenizer('bytes'), of_bytes, 999), (pairs, of_pairs, 7),
-            (tokenizers.chunk_tokenizer(pairs, 2), of_chunks, 9)):
-        got = bits_per_byte(tokenizer, docs, log_prob, seq_len)
-        assert got == pytest.approx(want, rel=1e-5), tokenizer.kind
-
-
-# ---- Generation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('decoder', DECODERS)
-def test_sampled_chunks_decode(decoder):
-    """From end-of-text alone, as train.py starts; an untrained model writes bytes that are not
-    UTF-8."""
-    torch.manual_seed(0)
-    model = STLM(STLMConfig(**{**SMALL, **BYTES, 'vocab_size': 259, 'decoder': decoder})).eval()
-    tokenizer = tokenizers.chunk_tokenizer(tokenizers.choose_tokenizer('bytes'), 3)
-    for top_k in (None, 50):
-        out = model.generate(torch.tensor([[257]] * 3), 4 * 20 - 1, top_k=top_k)
-        assert all(whole(row, 259, 3) for row in out.tolist()) and (out[:, 1:4] == 258).all()
-        assert any('\ufffd' in tokenizer.decode(row) for row in out.tolist())
+    def of_sentences(before):                            # 257 end-of-chunk, 258 end-of-text
+        if len(before) % 4 == 0:
+            return letters if before[-4] == 258 else {32: 7 / 8, 258: 1 / 8}
+        return {32: letters, 97: {46: 1}, 98: {46: 1}, 46: {257: 1}}[before[-1]]
+    sentences = ''.join(docs).count('.')
+    bits = sentences + 12 * 3 + (sentences - 12) * math.log2(8 / 7)
+    base = tokenizers.choose_tokenizer('bytes')
+    for tokenizer, rule, seq_len in (
+            (base, of_bytes, 7), (tokenizers.chunk_tokenizer(base, 1), of_chunks, 6),
+            (tokenizers.sentence_tokenizer(base, 3), of_sentences, 12)):
+        got = bits_per_byte(tokenizer, docs, rule, seq_len)
+        assert got == pytest.approx(bits / len(''.join(docs)), rel=1e-5), tokenizer.kind
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
@@ -455,7 +368,7 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
     """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
     nowhere."""
     model = make(dropout=0.5, **changes)
-    x = stream(2, 8) if model.config.byte_limit else tokens(2, 8)
+    x = text(model, 2, 8)
     seen = []
     model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
     exact = model.eval()(x)[0]
@@ -477,7 +390,7 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
 def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     """As train.py does it: set_dropout before compiling, then another rate at every step."""
     model = make(dtype=torch.float32, dropout=0.1, **changes)
-    x = stream(2, 16) if model.config.byte_limit else tokens(2, 16)
+    x, y = pair(model, 2, 16)
     place = model.dropout.p.data_ptr()                   # where a captured graph would look
     model.set_dropout(0.0)
     graphs = []
@@ -486,7 +399,6 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
         graphs.append(graph)
         return graph
     compiled = compile_model(model, backend=backend, fullgraph=True)
-    y = without_padding(x.roll(-1, 1), 9) if model.config.byte_limit else x.clamp(max=5)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):
         model.set_dropout(p)

@@ -171,26 +171,7 @@ def test_only_those_who_pass_cost_anything(T, capacity, K):
     assert seen == [(3, K)] * 4
 
 
-# ---- Causality -----------------------------------------------------------------------------------
-
-
-def test_training_is_causal_but_for_who_passes(monkeypatch):
-    model, x = make(), tokens(3, 16)
-    full = model(x)[0]
-    kept = {}
-    for layer in routed_layers(model):
-        choose = layer.choose
-
-        def first_choice(x, layer=layer, choose=choose):
-            place, *others = choose(x)
-            return kept.setdefault(layer, place), *others
-        monkeypatch.setattr(layer, 'choose', first_choice)
-    assert same(model(x)[0], full, 1e-12)
-    for t in range(16):
-        changed = x.clone()
-        changed[:, t] = (changed[:, t] + 1) % 37
-        difference = (model(changed)[0] - full).abs().amax(2)
-        assert (difference[:, :t] < 1e-12).all() and (difference[:, t] > 1e-6).all()
+# ---- The cache -----------------------------------------------------------------------------------
 
 
 def pick(model, tokens_that_pass, strength=4.0):
@@ -338,25 +319,6 @@ def test_sampled_drafts_have_the_models_distribution(accepted):
         counts = count_texts(model, [1, 2], 3, rows, calls, **keys, draft_layers=1, n_draft=2)
         assert chi_square(counts, want) < 6
     assert {(2, 1), (2, 2), (2, 3)} <= {*accepted}
-
-
-def distribution(n, V, seed):
-    logits = torch.randn(n, V, generator=torch.Generator().manual_seed(seed))
-    return (1.5 * logits).softmax(-1)
-
-
-def test_rows_go_on_from_the_shortest(monkeypatch):
-    """A row whose draft stays keeps it where another's does not; later drafts of both are
-    dropped."""
-    V = 5
-    p, q = distribution(6, V, 3).view(2, 3, V), distribution(4, V, 4).view(2, 2, V)
-    p[0, 0, 1], p[1, 0, 2] = 0, 1                        # row 0's draft cannot stay, row 1's must
-    drafts = [torch.tensor([[1], [2]]), torch.tensor([[0], [0]])]
-    for seed in range(20):
-        torch.manual_seed(seed)
-        out = accept(p, drafts, [*q.unbind(1)])
-        assert len(out) == 1 and out[0].shape == (2, 1)
-        assert out[0][0] != 1 and p[0, 0, out[0][0]] > q[0, 0, out[0][0]] and out[0][1] == 2
 
 
 # ---- Early exit ----------------------------------------------------------------------------------

@@ -2,29 +2,21 @@
 
 import math
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 import stlm
-from plumbing.bpe import train_bpe
 from plumbing.machine import Machine
 from plumbing.settings import Settings
-from plumbing.tokenizer import (PATTERN, SENTENCES, choose_tokenizer, load_tokenizer,
-                                pause_tokenizer, rank_tokenizer, ranks_blob, sentence_tokenizer)
+from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer, sentence_tokenizer
 from prepare import write_data_set
-from test_stlm import bits_per_byte, make, texts, whole
+from test_stlm import bases, make, texts, whole
 from train import Data, load_bin, score_batches, val_batches
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
 PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
-
-
-def bases():
-    words = Counter(PATTERN.findall(PROBLEM * 9))
-    return [choose_tokenizer('bytes'), rank_tokenizer(ranks_blob(train_bpe(words, 300)))]
 
 
 def odd_texts():
@@ -70,7 +62,7 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
     write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 4))
     machine = Machine('cpu', 'float32')
     data = Data(Settings(model='stlm', data='d', data_dir=str(tmp_path), batch_size=2), machine)
-    data.start(40)
+    data.start(99)
     pause = data.pad
     x, y = data.batch(data.next_starts())
     assert (x == pause).any()
@@ -123,38 +115,6 @@ def test_no_sentence_is_lost(limit):
             rows = np.array(ids).reshape(-1, limit + 1).tolist()
             assert [row[:row.index(V - 3)] for row in rows] == want
         assert tokenizer.decode(symbols) == ''.join(odd_texts())
-
-
-def test_bits_per_byte_of_sentences_are_those_of_bytes():
-    """Texts as 'a. b. b.': a or b; after a sentence the text ends with 1/8."""
-    dice = random.Random(0)
-    docs = [' '.join(dice.choices(['a.', 'b.'], k=dice.randint(1, 9))) for _ in range(12)]
-    base = choose_tokenizer('bytes')
-    letters = {97: 1 / 2, 98: 1 / 2}
-
-    def of_bytes(before):
-        ends = {32: 7 / 8, 256: 1 / 8}
-        return {256: letters, 32: letters, 97: {46: 1}, 98: {46: 1}, 46: ends}[before[-1]]
-
-    def of_sentences(before):                            # 257 end-of-chunk, 258 end-of-text
-        if len(before) % 4 == 0:
-            return letters if before[-4] == 258 else {32: 7 / 8, 258: 1 / 8}
-        return {32: letters, 97: {46: 1}, 98: {46: 1}, 46: {257: 1}}.get(before[-1], {})
-
-    def table(rule, V):
-        def log_prob(x):
-            out = torch.full((*x.shape, V), -math.inf)
-            for row, ids in zip(out, x.tolist()):
-                for t in range(len(ids)):
-                    for i, p in rule(ids[:t + 1]).items():
-                        row[t, i] = math.log(p)
-            return out
-        return log_prob
-    sentences = ''.join(docs).count('.')
-    bits = sentences + 12 * 3 + (sentences - 12) * math.log2(8 / 7)
-    want = pytest.approx(bits / len(''.join(docs)), rel=1e-5)
-    assert bits_per_byte(base, docs, table(of_bytes, 257), 7) == want
-    assert bits_per_byte(sentence_tokenizer(base, 3), docs, table(of_sentences, 260), 12) == want
 
 
 # ---- The scripts ---------------------------------------------------------------------------------

@@ -148,18 +148,6 @@ def test_steps_run_on_into_the_next_epoch_and_a_resumed_run_reads_on(make_data):
         make_data(a=np.arange(999)).go_to(data.place())
 
 
-def test_a_batch_is_a_slice_of_the_bin(make_data):
-    text = np.random.default_rng(0).integers(0, 65536, 500)      # above int16, too
-    data = make_data(a=text, pad=int(text[77]))
-    starts = torch.tensor([3, 70, 490 - 8])
-    x, y = data.batch(starts)
-    for row, start in enumerate(starts.tolist()):
-        assert x[row].tolist() == text[start:start + 8].tolist()
-        target = text[start + 1:start + 9]
-        assert y[row].tolist() == np.where(target == text[77], -1, target).tolist()
-    assert y[1, 6] == -1                                         # padding is never a target
-
-
 def test_stride_and_words_per_epoch(make_data):
     starts = np.sort(make_data(a=np.arange(1000), stride=2).order(0))
     assert {*np.diff(starts)} == {2} and len(starts) in (495, 496)
@@ -337,20 +325,6 @@ def test_a_scheduled_rate_reaches_the_model(tiny, tmp_path):
     assert is_close == [True, True, False, False]
 
 
-def test_only_matrices_decay():
-    model = moep.Model(moep.Config(vocab_size=10, block_size=8, n_embd=16, n_head=2,
-                                   n_embd_parallel=8, n_head_parallel=1, n_parallel=1))
-    optimizer = train.make_optimizer(model, Settings(weight_decay=0.3), Machine('cpu'))
-    decayed, spared = optimizer.param_groups
-    assert (decayed['weight_decay'], spared['weight_decay']) == (0.3, 0.0)
-    names = {p: name for name, p in model.named_parameters()}
-    vectors = {names[p] for p in spared['params']}
-    assert vectors >= {'parallel.0.ln_1_gain', 'parallel.0.fc_bias', 'shrink.down_bias',
-                       'ln_f.weight'}
-    assert not any(names[p].endswith(('gain', 'bias')) for p in decayed['params'])
-    assert len(decayed['params']) + len(spared['params']) == len(names)
-
-
 def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
     """Micro-batches, auxiliary losses (weighted into the gradient, logged unweighted), clipping,
     AdamW with decay of matrices, warm-up and cosine, dropout: by hand, step by step."""
@@ -394,12 +368,6 @@ def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
     assert norm > 0.5                                            # it was clipped
     for n, w in weights(tmp_path / 'run').items():
         assert (w - model.state_dict()[n]).abs().max() < 1e-4, n
-
-
-def test_accumulation_is_a_larger_batch(tiny, tmp_path):
-    tiny('large', max_iters=5, dropout=0.0, batch_size=4)
-    tiny('small', max_iters=5, dropout=0.0, gradient_accumulation_steps=2)
-    assert_close_run(tmp_path / 'small', tmp_path / 'large')
 
 
 def open_stream(data_dir, **settings):
@@ -600,16 +568,8 @@ def test_what_a_surgery_froze_stays_frozen(tiny, tmp_path):
     check(tmp_path / 'next', start)
 
 
-def test_surgeries_of_several_runs_and_with_batches(tiny, tmp_path):
-    path = dict(PAPAFORMER, n_embd=8, n_head=1, n_layer=3, n_parallel=0)
-    del path['path_embd'], path['path_head']
-    for seed in (1, 2):
-        tiny(f'path_{seed}', path, seed=seed, max_iters=1)
-    compose = dict(COMMON, model='papaformer', surgery='compose',
-                   surgery_args=dict(connection='share'),
-                   init_from=[str(tmp_path / f'path_{seed}') for seed in (1, 2)])
-    tiny('composed', compose, max_iters=2)
-    assert load_checkpoint(tmp_path / 'composed')[0].config.path_embd == [8, 8]
+def test_the_report_of_a_surgery(tiny, tmp_path):
+    """Which gets batches, since it asks for them."""
     tiny('base', MODULEFORMER, max_iters=1)
     prune = dict(COMMON, model='moduleformer', init_from=tmp_path / 'base', surgery='prune_experts',
                  surgery_args=dict(threshold=0.9))

@@ -2,13 +2,12 @@
 How fast? Tokens per second, memory, and the share of what the machine could do.
 
     python -m tools.bench config/moep.py config/gpt2.py                    # toy sizes, on a laptop
-    python -m tools.bench config/paper/gpt2.py config/paper/moep.py --batch_size 16 64 --dense
+    python -m tools.bench config/paper/gpt2.py config/paper/moep.py --batch_size 16 64
     python -m tools.bench config/paper/moep.py --sweep n_block=2,4,8,16    # cost against size
     python -m tools.bench config/moduleformer.py --generate 512            # text: tokens per second
     python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
-A training step is train.py's own, on random tokens. --dense adds for every model a GPT-2 (moep.py
-without parallel layers) of as many parameters. tools/flops.py says how FLOPs are counted; the
+A training step is train.py's own, on random tokens. tools/flops.py says how FLOPs are counted; the
 machine's rate is that of one large matrix product in the same run. Any setting can be given as
 --key=value, as to train.py.
 """
@@ -26,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from moep import MoEPConfig
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
 from plumbing.decode import fast_writer
 from plumbing.machine import Machine
@@ -53,7 +51,7 @@ class Row:
 
 
 def plan_rows(args, extra):
-    """A row for every config, value of --sweep and batch size, and those that go beside it."""
+    """A row for every config, value of --sweep and batch size; nanoGPT beside a GPT-2."""
     key, _, values = (args.sweep or '').partition('=')
     for config in args.configs:
         for value in re.split(r',(?![^\[(]*[\])])', values):     # not at the commas of a list
@@ -70,30 +68,12 @@ def plan_rows(args, extra):
                 s.batch_size, T = 1, args.generate + 1
             keys['block_size'] = max(T, keys['block_size'])
             model_config = make_config(module, keys)
-            dense = dense_like(module.Model, model_config, T) if args.dense else None
             for batch_size in args.batch_size or [s.batch_size]:
                 s = replace(s, batch_size=batch_size)
-                plain = replace(s, aux_weights={})       # for models without auxiliary losses
                 yield Row(name, s.model, model_config, s, T)
-                if dense:
-                    yield Row('  GPT-2 of that size', 'moep', dense, plain, T)
                 is_gpt2 = s.model == 'moep' and not model_config.n_parallel
-                gpt2 = model_config if is_gpt2 else dense
-                if args.nanogpt and gpt2:
-                    yield Row('  nanoGPT', 'nanogpt', gpt2, plain, T)
-
-
-def dense_like(Model, config, T):
-    """A GPT-2 of as many parameters, as near as layers and a width of full heads come to it."""
-    with torch.device('meta'):
-        total, _ = Model(config).count_params()
-    V = config.vocab_size
-    size = lambda L, D: V * D + T * D + L * (12 * D * D + 13 * D) + 2 * D
-    head = 64 if total > 5e6 else 16                     # the width of one
-    shapes = [(L, D) for L in range(2, 49) for D in range(head, 4097, head) if 16 <= D / L <= 128]
-    L, D = min(shapes, key=lambda shape: abs(size(*shape) - total))
-    return MoEPConfig(vocab_size=V, block_size=T, n_layer=L, n_embd=D, n_head=D // head,
-                      n_parallel=0, dropout=getattr(config, 'dropout', 0.0))
+                if args.nanogpt and is_gpt2:
+                    yield Row('  nanoGPT', 'nanogpt', model_config, s, T)
 
 
 # ---- nanoGPT from a checkout, with its own model.py, optimiser and compilation ------------------
@@ -252,7 +232,6 @@ def read_arguments():
     parser.add_argument('configs', nargs='+', help='config files')
     parser.add_argument('--batch_size', type=between(1, 10 ** 6), nargs='+',
                         help="the config's own if not given")
-    parser.add_argument('--dense', action='store_true', help='add a GPT-2 of the same size to each')
     parser.add_argument('--nanogpt', metavar='PATH', help='a checkout, to train beside each GPT-2')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these')
     parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N',

@@ -266,8 +266,8 @@ def read_label(value, task):
     return range(len(task.labels)).index(int(text))      # ValueError: no such label
 
 
-def read_examples(paths, name, n=None):
-    """-> [texts of each example], [labels]; the first n of them"""
+def read_examples(paths, name):
+    """-> [texts of each example], [labels]"""
     task = TASKS[name]
     texts, labels = [], []
     for path in paths:
@@ -275,7 +275,7 @@ def read_examples(paths, name, n=None):
             for row in read_table(path, name):
                 texts.append([template.format_map(row) for template in task.texts])
                 labels.append(read_label(row['label'], task))
-    return texts[:n], labels[:n]
+    return texts, labels
 
 
 def shorten(lengths, room):
@@ -371,7 +371,6 @@ def read_arguments():
                         help='falls linearly to zero')
     parser.add_argument('--length', type=between(8, 10 ** 6), default=128,
                         help='cut texts to this many tokens (at most block_size)')
-    parser.add_argument('--num', type=count, help='train on the first NUM examples only')
     parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     return parser.parse_args()
@@ -385,7 +384,7 @@ def main():
     sets = {}                                            # by task; all are read before any work
     for name, files in choose_tasks(args.task, args.data).items():
         valid_set = read_examples(files['valid'], name)
-        sets[name] = read_examples(files['train'], name, args.num), valid_set
+        sets[name] = read_examples(files['train'], name), valid_set
     model, ckpt = load_checkpoint(args.run, machine.device)
     if hasattr(model, 'adapted'):
         model = merge_lora(model)
