@@ -1,8 +1,9 @@
 """
 Where does routing pay? The same 50M tokens, read from more and more text: 20 to 1.65 passes.
 
-    python -m papers.passes                  # 24 runs, a minute or two each on one H200
-    python -m papers.plots passes            # docs/passes.png
+    python -m papers.passes                  # 24 runs, about a minute each on one H200
+
+Our rows are in papers/results/passes.jsonl, from which papers.plots draws docs/passes.png.
 
 It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token, on
 the first part of four data sets together: the same share of each, so that the mix stays the same.
@@ -14,7 +15,7 @@ The data sets need one tokenizer; docs/arena.md has the commands. What has its r
 import json
 from pathlib import Path
 
-from arena.__main__ import RESULTS, call, options
+from arena.__main__ import call, options
 from arena.entries import ENTRIES
 from plumbing.cli import Parser, run_main
 from plumbing.text import read_log
@@ -55,18 +56,21 @@ def train(model, size, seed):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument('--to', type=Path, default=RESULTS / 'passes.jsonl', help='file for rows')
+    parser.add_argument('--to', type=Path, default='out/passes.jsonl', help='file of rows')
     args = parser.parse_args()
+    args.to.parent.mkdir(exist_ok=True)
     lines = args.to.read_text().splitlines() if args.to.exists() else []
-    rows = [json.loads(line) for line in lines]
-    done = {(row['entry'], row['size'], row['seed']) for row in rows if 'entry' in row}
+    rows = {(row['entry'], row['size'], row['seed']): row for row in map(json.loads, lines)}
     for seed in (1, 2, 3):
         for size in SIZES:
             for model in MODELS:
-                if (model, size, seed) not in done:
-                    row = train(model, size, seed)
+                if (model, size, seed) not in rows:
+                    rows[model, size, seed] = row = train(model, size, seed)
                     with open(args.to, 'a', encoding='utf-8') as file:
                         file.write(json.dumps(row) + '\n')
+            dense, routed = (rows[model, size, seed] for model in MODELS)
+            print(f"{dense['passes']:.3g} passes, seed {seed}: {dense['bits_per_byte']:.4f} bits per "
+                  f"byte dense, {routed['bits_per_byte']:.4f} routed", flush=True)
 
 
 if __name__ == '__main__':

@@ -42,6 +42,7 @@ def test_passes(data_dir, tmp_path, monkeypatch):
         assert not done.returncode, done.stderr
     rows = [json.loads(line) for line in open(tmp_path / 'rows.jsonl')]
     assert len(rows) == len(commands) == 2 * 2 * 3
+    assert done.stdout.count('passes, seed') == 6
     sizes = {name: load_meta(data_dir / name)['splits'] for name in passes.SETS}
     total = sum(size['train']['tokens'] for size in sizes.values())
     parts = [next(arg for arg in args if arg.startswith('--data=')) for args in commands]
