@@ -69,8 +69,8 @@ def main():
                     with open(args.to, 'a', encoding='utf-8') as file:
                         file.write(json.dumps(row) + '\n')
             dense, routed = (rows[model, size, seed] for model in MODELS)
-            print(f"{dense['passes']:.3g} passes, seed {seed}: {dense['bits_per_byte']:.4f} bits per "
-                  f"byte dense, {routed['bits_per_byte']:.4f} routed", flush=True)
+            print(f"{dense['passes']:.3g} passes, seed {seed}: {dense['bits_per_byte']:.4f} bits "
+                  f"per byte dense, {routed['bits_per_byte']:.4f} routed", flush=True)
 
 
 if __name__ == '__main__':
