@@ -17,6 +17,14 @@ import numpy as np
 from papers import tables
 from papers.tables import NAMES, group, read, runs
 
+DENSE, ROUTED, SHARED = 'black', '#d9480f', '#0072b2'    # colours
+large = plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
+
+
+def title(figure, text):
+    """What the picture says, over all of it."""
+    figure.suptitle(text, fontsize=26, weight='bold')
+
 
 def band(axis, steps, runs, label, **style):
     """The mean over seeds, and a band from the lowest to the highest."""
@@ -26,32 +34,38 @@ def band(axis, steps, runs, label, **style):
     return line.get_color()
 
 
-def dots(axis, values_of, title):
-    """One row of dots per {name: values of its seeds}, the first on top."""
-    for height, values in enumerate(reversed(values_of.values())):
-        axis.plot(values, [height] * len(values), 'o', color='C0')
-    axis.set(title=title, yticks=range(len(values_of)), yticklabels=reversed(values_of))
-    axis.grid(alpha=0.4)
+def losses(seeds, data=None, at=-1, key='loss'):
+    """Of an evaluation, by default the last; on one data set, or the only one."""
+    scores = [run['evaluations'][at]['val'] for run in seeds]
+    return [score[data or next(iter(score))][key] for score in scores]
 
 
 # ---- PaPaformer ---------------------------------------------------------------------------------
 
 
-def papaformer_real():
-    """Real text: validation losses of both phases."""
-    panels = (('stories', 'tinystories', 'first phase, stories'),
-              ('both', 'tinystories_neox', 'second phase, stories'),
-              ('both', 'openmath_neox', 'second phase, math'))
-    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6))
-    for axis, (phase, data, title) in zip(axes, panels):
-        losses = {}
-        for kind, seeds in runs('papaformer', phase).items():
-            last = [run['evaluations'][-1]['val'] for run in seeds]
-            if data in last[0]:
-                name = NAMES['papaformer'][kind].replace('aux losses ', '')
-                losses[name] = [scores[data]['loss'] for scores in last]
-        dots(axis, losses, title)
-        axis.set_xlabel('validation loss')
+@large
+def papaformer():
+    """The loss on stories after both phases, against training time, paths in turn, one H200."""
+    times = {row['model']: row for row in read('papaformer_time')}
+    figure, axis = plt.subplots(figsize=(11.6, 7))
+    for kind in ('llama256', 'llama192', 'share', 'gumbel1', 'gumbel2'):
+        name = tables.PAPAFORMER[kind]
+        is_dense = 'LLaMA' in name
+        row = times[name if is_dense else f'{name}, paths one after the other']
+        time = float(re.search(r'(\d+)%', row['one H200: paths + composed, seconds'])[1])
+        loss = losses(runs('papaformer')[f'both-{kind}'], 'tinystories_neox')
+        color = DENSE if is_dense else ROUTED
+        axis.plot([time] * len(loss), loss, 'o', ms=11, color=color)
+        if kind != 'gumbel2':                            # its dots lie beside gumbel1's
+            up = 22 if kind == 'gumbel1' else -34
+            axis.annotate(name.replace('_1', '_1 and 2'), (time, min(loss)), (0, up),
+                          textcoords='offset points', ha='center', color=color)
+    axis.set(xlabel="training time, % of LLaMA_256's", ylabel='validation loss, stories',
+             xlim=(55, 108), ylim=(2.0, 2.85))
+    axis.text(0.97, 0.75, 'dense', ha='right', transform=axis.transAxes, color=DENSE)
+    axis.text(0.97, 0.65, 'two trained paths, composed', ha='right', transform=axis.transAxes,
+              color=ROUTED)
+    title(figure, 'Composing paths saves a third of the time,\nand costs 0.4 nats or more')
     return figure
 
 
@@ -60,7 +74,7 @@ def papaformer_real():
 
 def moep():
     """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
-    figure, (scores, losses, unused) = plt.subplots(1, 3, figsize=(14, 4))
+    figure, (scores, val, unused) = plt.subplots(1, 3, figsize=(14, 4))
     for kind, seeds in runs('moep').items():
         if kind == 'weight02':                           # one seed, few evaluations
             continue
@@ -70,7 +84,7 @@ def moep():
         words = [e['words'] / 1e6 for e in points[0]]
 
         loss = [[e['val']['babylm']['loss'] for e in run[1:]] for run in points]
-        color = band(losses, words[1:], loss, name, marker='.')
+        color = band(val, words[1:], loss, name, marker='.')
         if kind != 'gpt2':
             idle = [[e['unused'][0] for e in run] for run in points]
             band(unused, words, idle, name, color=color, marker='.')
@@ -82,44 +96,88 @@ def moep():
 
     scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%',
                xscale='log')
-    losses.set(title='validation loss', xlabel='million words', ylabel='nats per token')
+    val.set(title='validation loss', xlabel='million words', ylabel='nats per token')
     unused.set(title='blocks and experts that are hardly used', xlabel='million words',
                ylabel='with less than 1% of the picks')
-    for axis in (scores, losses, unused):
+    for axis in (scores, val, unused):
         axis.legend(fontsize=8)
     return figure
 
 
+@large
+def moep_entities():
+    """Entity Tracking: the paper's scores, ours, and those of rules that read no text."""
+    here = group(read('babylm2025'), 'run')
+    score = lambda kind: statistics.mean(run['entity_tracking'] for run in here[kind])
+    printed = {kind: row[2] for kind, row in tables.PAPER_TABLE_1.items()}
+    blind = read('moep_entities')[-1]['Entity Tracking']     # always the shortest option
+    bars = {'always the shortest option,\nwithout reading': (blind, SHARED),
+            'MoEP, its paper': (printed['moep'], ROUTED), 'MoEP, here': (score('moep'), ROUTED),
+            'GPT-2, here': (score('gpt2'), DENSE), 'GPT-2, its paper': (printed['gpt2'], DENSE)}
+    figure, axis = plt.subplots(figsize=(11.6, 6.5))
+    values, colors = zip(*reversed(bars.values()))
+    axis.bar_label(axis.barh([*reversed(bars)], values, color=colors),
+                   [f' {value:.4g}' if value in printed.values() else f' {value:.1f}'
+                    for value in values])
+    axis.axvline(20, color='grey', ls='--')
+    axis.text(20.5, -0.75, 'chance', color='grey')
+    axis.set(xlabel='Entity Tracking, % right', xlim=(0, 50), ylim=(-0.9, None))
+    title(figure, "The task behind MoEP's lead\nis won by a rule that reads nothing")
+    return figure
+
+
+@large
 def moep_routes():
     """Each block's and expert's share of its layer's picks at the end, largest first."""
-    routed = {kind: seeds[0] for kind, seeds in runs('moep').items()
-              if kind not in ('gpt2', 'weight02', 'swiglu_no_norm')}
-    figure, axes = plt.subplots(1, len(routed), figsize=(13, 3.6), sharey=True)
-    for axis, (kind, run) in zip(axes, routed.items()):
-        routes = run['routes']
+    names = dict(moep='balanced:\nthe Switch loss', printed='the sign\nas printed',
+                 none='no\nbalance loss')
+    figure, axes = plt.subplots(1, len(names), figsize=(11.6, 8.5), sharey=True)
+    for axis, (kind, name) in zip(axes, names.items()):
+        routes = runs('moep')[kind][0]['routes']
         shares = 100 * np.array([sorted(layer, reverse=True) for layer in routes.values()])
         axis.imshow(shares, vmin=0, vmax=50, aspect='auto', cmap='Blues')
         for (y, x), share in np.ndenumerate(shares):
             color = 'white' if share > 30 else 'black'
-            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=7, color=color)
-        name = NAMES['moep'][kind].replace('`', '')
-        axis.set(title=f"{name}\nstep {run['evaluations'][-1]['iter']:,}", xticks=[],
-                 yticks=range(len(shares)), yticklabels=routes)
-        axis.title.set_fontsize(9)
+            axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=16, color=color)
+        axis.set(title=name, xticks=[], yticks=range(len(shares)), yticklabels=routes)
+    axes[1].set_xlabel("% of a layer's picks that go to each of its four choices")
+    title(figure, 'The printed sign leaves a third of the choices unused')
+    return figure
+
+
+# ---- Routes -------------------------------------------------------------------------------------
+
+
+@large
+def lookup():
+    """How much of a choice is known from the token, its class, and its data set: the mean over
+    layers, less what shuffled choices give."""
+    pools = {'MoEP': ('moep_mix', ''), "ModuleFormer's attention": ('moduleformer', 'att'),
+             "ModuleFormer's FFNs": ('moduleformer', 'ffd')}
+    known = {'the token': 'by_token', 'its word class': 'by_class', 'text or math': 'by_set'}
+    figure, axis = plt.subplots(figsize=(11.6, 7))
+    for i, (pool, (run, part)) in enumerate(pools.items()):
+        rows = [row for row in read('routes') if row['run'] == run and part in row['layer']]
+        entropy = sum(row['entropy'] for row in rows)
+        shares = [100 * sum(row[key][0] - row[key][1] for row in rows) / entropy
+                  for key in known.values()]
+        bars = axis.bar(np.arange(3) + 0.27 * (i - 1), shares, 0.25, label=pool,
+                        color=(ROUTED, SHARED, '#74b4dc')[i])
+        axis.bar_label(bars, fmt='%.0f')
+    axis.set(xticks=range(3), xticklabels=known, ylim=(0, 100),
+             xlabel='if one knows only', ylabel='% of the choice that is known')
+    axis.legend(frameon=False)
+    title(figure, 'A router mostly looks up the token')
     return figure
 
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
 
-def moduleformer_real():
-    """Math as the new domain, with old text and without: forgotten against learned; pruning."""
+def moduleformer():
+    """Math as the new domain, with old text and without: forgotten against learned."""
     names = NAMES['moduleformer']
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
-
-    def losses(seeds, data, at=-1):
-        return [run['evaluations'][at]['val'][data]['loss'] for run in seeds]
-
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
     panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
     for axis, (how, title) in zip(axes, panels):
         kinds = runs('moduleformer', how)
@@ -135,19 +193,24 @@ def moduleformer_real():
         axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
                  ylim=(low - room, high))
 
-    for kind, seeds in runs('moduleformer', 'math').items():
-        curves = [[(row['modules'], row['loss']) for row in run['prune']['rows']] for run in seeds]
-        left, loss = np.mean(curves, 0).T
-        axes[2].plot(100 * left, loss, '.-', label=f'{names[kind]}, then pruned')
-    first = sum(runs('moduleformer', 'first').values(), [])
-    modules = [tables.modules(run) for run in first]
-    loss = losses(first, 'openmath_babylm')
-    axes[2].plot(100 * np.array(modules) / 192, loss, 'k^', ms=5, label='pruned, then fine-tuned')
-    axes[2].set(title='pruned, and fine-tuned on math', xlabel='% of the modules left',
-                ylabel='loss, math')
+        axis.legend(fontsize=7, loc='lower left')
+    return figure
 
-    for axis, place in zip(axes, ('lower left', 'lower left', 'upper right')):
-        axis.legend(fontsize=7, loc=place)
+
+@large
+def prune():
+    """The loss on math of what is left, pruned after fine-tuning on it, and before."""
+    figure, axis = plt.subplots(figsize=(11.6, 7))
+    curves = [[(100 * row['modules'], row['loss']) for row in run['prune']['rows']]
+              for run in runs('moduleformer')['math0.0']]
+    axis.plot(*np.mean(curves, 0).T, 'o-', lw=3, ms=10, color=DENSE,
+              label='fine-tuned, then pruned')
+    first = sum(runs('moduleformer', 'first').values(), [])
+    axis.plot([100 * tables.modules(run) / 192 for run in first], losses(first, 'openmath_babylm'),
+              'o', ms=11, color=ROUTED, label='pruned, then fine-tuned')
+    axis.set(xlabel='% of the modules left', ylabel='validation loss, math', ylim=(1.5, 7.2))
+    axis.legend(labelcolor='linecolor', frameon=False)
+    title(figure, 'Prune first, then fine-tune')
     return figure
 
 
@@ -170,23 +233,22 @@ def selfmoe():
     return figure
 
 
-def stlm_real():
-    """Bits per byte on Simple English Wikipedia against parameters, as more layers share."""
-    styles = {
-        'one FFN for so many layers': {'baseline': 1, 'ffn-2': 2, 'ffn-5': 5, 'shared-ffn': 10},
-        'one block for so many layers': {'baseline': 1, 'all-2': 2, 'all-5': 5, 'shared-all': 10}}
-    kinds = runs('stlm')
-    figure, axis = plt.subplots(figsize=(6, 3.4))
-    for label, groups in styles.items():
-        points = []
-        for kind, layers in groups.items():
-            scores = [run['evaluations'][-1]['val']['simplewiki']['bits_per_byte']
-                      for run in kinds[kind]]
-            points.append((kinds[kind][0]['parameters'] / 1e6, statistics.mean(scores)))
-            axis.annotate(layers, points[-1], textcoords='offset points', xytext=(4, 5))
-        axis.plot(*zip(*points), 'o-', label=label)
-    axis.set(xlabel='parameters, millions', ylabel='bits per byte')
-    axis.legend()
+@large
+def stlm():
+    """Bits per byte on Simple English Wikipedia against parameters: less of them in three ways."""
+    ways = {'10 layers; 6 layers': (DENSE, ['baseline', 'depth-dense6']),
+            'one block for 2, 5, 10 layers': (SHARED, ['all-2', 'all-5', 'shared-all']),
+            'one FFN for 2, 5, 10 layers': ('#74b4dc', ['ffn-2', 'ffn-5', 'shared-ffn']),
+            'bytes instead of tokens': (ROUTED, ['bytes-causal'])}
+    kinds = runs('stlm') | runs('stlm_depth')
+    figure, axis = plt.subplots(figsize=(11.6, 7))
+    for label, (color, names) in ways.items():
+        sizes = [run['parameters'] / 1e6 for name in names for run in kinds[name]]
+        bits = [score for name in names for score in losses(kinds[name], key='bits_per_byte')]
+        axis.plot(sizes, bits, 'o', ms=11, color=color, label=label)
+    axis.set(xlabel='parameters, millions', ylabel='bits per byte', ylim=(1.48, 1.9))
+    axis.legend(labelcolor='linecolor', frameon=False)
+    title(figure, 'Sharing layers is cheap, leaving some out is cheaper,\nbytes are dear')
     return figure
 
 
@@ -224,12 +286,11 @@ def speed():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
-large = plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
 KINDS = {                                # its colour, and how the names of its entries begin
-    'dense': ('black', r'dense(_small|_muon.*)?$|gpt2|llama'),
+    'dense': (DENSE, r'dense(_small|_muon.*)?$|gpt2|llama'),
     'paths or gates': ('grey', 'papaformer_(share|composed)|selfmoe_gates'),
-    'shared weights': ('#0072b2', 'stlm_shared'),
-    'routed': ('#d9480f', '')}                           # the others
+    'shared weights': (SHARED, 'stlm_shared'),
+    'routed': (ROUTED, '')}                           # the others
 LABELS = dict(                           # entry: text, points to the right, and up
     dense_muon=('dense_muon', 12, -24),
     dense_moe_shared_muon_flops=('routed, level with it', 12, 0),
@@ -301,13 +362,14 @@ def passes():
 
     axis.plot(*zip(*sorted(means.items())), color='black', lw=1, ls='--', zorder=0)
     axis.axhline(0, color='black')
-    axis.axhspan(0, 1, color=KINDS['routed'][0], alpha=0.12, lw=0)
-    axis.text(0.97, 0.92, 'routed is better', color=KINDS['routed'][0], fontsize=24, ha='right',
+    axis.axhspan(0, 1, color=ROUTED, alpha=0.12, lw=0)
+    axis.text(0.97, 0.92, 'routed is better', color=ROUTED, fontsize=24, ha='right',
               transform=axis.transAxes)
     axis.text(0.03, 0.05, 'dense is better', fontsize=24, transform=axis.transAxes)
     axis.set_yscale('symlog', linthresh=0.02)            # near 0 as it is, further away by powers
     axis.set(xlabel='passes over the text, and its tokens; 50M are read', xscale='log',
-             xlim=(1.4, 30), ylim=(-0.6, 0.06), ylabel='bits per byte, dense minus routed')
+             xlim=(1.4, 30), ylim=(-0.6, 0.06),
+             ylabel='bits per byte, dense minus routed\n(log scale beyond ±0.02)')
     axis.set_yticks([-0.3, -0.1, -0.02, 0, 0.02], ['−0.3', '−0.1', '−0.02', '0', '+0.02'])
     axis.set_yticks([], minor=True)
     axis.set_xticks([*ticks], ticks.values())
@@ -317,8 +379,8 @@ def passes():
     return figure
 
 
-ALL = (moep, moep_routes, papaformer_real, moduleformer_real, selfmoe, stlm_real, speed, arena,
-       passes)
+ALL = (papaformer, moep, moep_entities, moep_routes, lookup, moduleformer, prune, selfmoe, stlm,
+       speed, arena, passes)
 
 if __name__ == '__main__':
     for draw in ALL:
