@@ -17,7 +17,7 @@ import numpy as np
 from papers import tables
 from papers.tables import NAMES, group, read, runs
 
-DENSE, ROUTED, SHARED = 'black', '#d9480f', '#0072b2'    # colours
+DENSE, ROUTED, SHARED, LIGHT = 'black', '#d9480f', '#0072b2', '#74b4dc'  # colours
 large = plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
 
 
@@ -47,21 +47,20 @@ def losses(seeds, data=None, at=-1, key='loss'):
 def papaformer():
     """The loss on stories after both phases, against training time, paths in turn, one H200."""
     times = {row['model']: row for row in read('papaformer_time')}
+    labels = dict(llama256='LLaMA, 32M parameters', llama192='LLaMA, 23M', share='Linear, 29M',
+                  gumbel1='Gumbel, 29M', gumbel2='')     # its dots lie beside gumbel1's
     figure, axis = plt.subplots(figsize=(11.6, 7))
-    for kind in ('llama256', 'llama192', 'share', 'gumbel1', 'gumbel2'):
-        name = tables.PAPAFORMER[kind]
-        is_dense = 'LLaMA' in name
+    for kind, label in labels.items():
+        name, is_dense = tables.PAPAFORMER[kind], 'llama' in kind
         row = times[name if is_dense else f'{name}, paths one after the other']
         time = float(re.search(r'(\d+)%', row['one H200: paths + composed, seconds'])[1])
         loss = losses(runs('papaformer')[f'both-{kind}'], 'tinystories_neox')
         color = DENSE if is_dense else ROUTED
         axis.plot([time] * len(loss), loss, 'o', ms=11, color=color)
-        if kind != 'gumbel2':                            # its dots lie beside gumbel1's
-            up = 22 if kind == 'gumbel1' else -34
-            axis.annotate(name.replace('_1', '_1 and 2'), (time, min(loss)), (0, up),
-                          textcoords='offset points', ha='center', color=color)
-    axis.set(xlabel="training time, % of LLaMA_256's", ylabel='validation loss, stories',
-             xlim=(55, 108), ylim=(2.0, 2.85))
+        axis.annotate(label, (time, min(loss)), (0, 24 if kind == 'gumbel1' else -34), color=color,
+                      textcoords='offset points', ha='right' if time > 99 else 'center')
+    axis.set(xlabel="training time, % of the larger LLaMA's", ylabel='validation loss, stories',
+             xlim=(55, 105), ylim=(2.0, 2.85))
     axis.text(0.97, 0.75, 'dense', ha='right', transform=axis.transAxes, color=DENSE)
     axis.text(0.97, 0.65, 'two trained paths, composed', ha='right', transform=axis.transAxes,
               color=ROUTED)
@@ -112,14 +111,14 @@ def moep_entities():
     printed = {kind: row[2] for kind, row in tables.PAPER_TABLE_1.items()}
     blind = read('moep_entities')[-1]['Entity Tracking']     # always the shortest option
     bars = {'always the shortest option,\nwithout reading': (blind, SHARED),
-            'MoEP, its paper': (printed['moep'], ROUTED), 'MoEP, here': (score('moep'), ROUTED),
-            'GPT-2, here': (score('gpt2'), DENSE), 'GPT-2, its paper': (printed['gpt2'], DENSE)}
+            'MoEP, in its paper': (printed['moep'], ROUTED), 'MoEP, here': (score('moep'), ROUTED),
+            'GPT-2, here': (score('gpt2'), DENSE), 'GPT-2, in that paper': (printed['gpt2'], DENSE)}
     figure, axis = plt.subplots(figsize=(11.6, 6.5))
     values, colors = zip(*reversed(bars.values()))
     axis.bar_label(axis.barh([*reversed(bars)], values, color=colors),
                    [f' {value:.4g}' if value in printed.values() else f' {value:.1f}'
                     for value in values])
-    axis.axvline(20, color='grey', ls='--')
+    axis.axvline(20, color='grey', ls='--', zorder=0)
     axis.text(20.5, -0.75, 'chance', color='grey')
     axis.set(xlabel='Entity Tracking, % right', xlim=(0, 50), ylim=(-0.9, None))
     title(figure, "The task behind MoEP's lead\nis won by a rule that reads nothing")
@@ -140,7 +139,7 @@ def moep_routes():
             color = 'white' if share > 30 else 'black'
             axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=16, color=color)
         axis.set(title=name, xticks=[], yticks=range(len(shares)), yticklabels=routes)
-    axes[1].set_xlabel("% of a layer's picks that go to each of its four choices")
+    axes[1].set_xlabel("% of a layer's picks that go to each of its four choices (at most 50)")
     title(figure, 'The printed sign leaves a third of the choices unused')
     return figure
 
@@ -162,10 +161,10 @@ def lookup():
         shares = [100 * sum(row[key][0] - row[key][1] for row in rows) / entropy
                   for key in known.values()]
         bars = axis.bar(np.arange(3) + 0.27 * (i - 1), shares, 0.25, label=pool,
-                        color=(ROUTED, SHARED, '#74b4dc')[i])
+                        color=(ROUTED, SHARED, LIGHT)[i])
         axis.bar_label(bars, fmt='%.0f')
     axis.set(xticks=range(3), xticklabels=known, ylim=(0, 100),
-             xlabel='if one knows only', ylabel='% of the choice that is known')
+             ylabel="% of a choice's entropy explained by")
     axis.legend(frameon=False)
     title(figure, 'A router mostly looks up the token')
     return figure
@@ -199,16 +198,20 @@ def moduleformer():
 
 @large
 def prune():
-    """The loss on math of what is left, pruned after fine-tuning on it, and before."""
+    """What pruning adds to the loss on math, after fine-tuning on it and before. Differences, since
+    a curve is scored on half of the validation set, a run on all of it."""
+    whole = runs('moduleformer')['math0.0']
+    curves = [[(100 * row['modules'], row['loss'] - run['prune']['rows'][0]['loss'])
+               for row in run['prune']['rows']] for run in whole]
     figure, axis = plt.subplots(figsize=(11.6, 7))
-    curves = [[(100 * row['modules'], row['loss']) for row in run['prune']['rows']]
-              for run in runs('moduleformer')['math0.0']]
     axis.plot(*np.mean(curves, 0).T, 'o-', lw=3, ms=10, color=DENSE,
               label='fine-tuned, then pruned')
-    first = sum(runs('moduleformer', 'first').values(), [])
-    axis.plot([100 * tables.modules(run) / 192 for run in first], losses(first, 'openmath_babylm'),
-              'o', ms=11, color=ROUTED, label='pruned, then fine-tuned')
-    axis.set(xlabel='% of the modules left', ylabel='validation loss, math', ylim=(1.5, 7.2))
+    for kind, seeds in runs('moduleformer', 'first').items():
+        left = [100 * tables.modules(run) / tables.modules(whole[0]) for run in seeds]
+        cost = np.subtract(losses(seeds, 'openmath_babylm'), losses(whole, 'openmath_babylm'))
+        axis.plot(left, cost, 'o', ms=11, color=ROUTED,
+                  label='pruned, then fine-tuned' if kind == 'first0.2' else None)
+    axis.set(xlabel='% of the modules left', ylabel='nats above the unpruned model, math')
     axis.legend(labelcolor='linecolor', frameon=False)
     title(figure, 'Prune first, then fine-tune')
     return figure
@@ -235,20 +238,25 @@ def selfmoe():
 
 @large
 def stlm():
-    """Bits per byte on Simple English Wikipedia against parameters: less of them in three ways."""
-    ways = {'10 layers; 6 layers': (DENSE, ['baseline', 'depth-dense6']),
-            'one block for 2, 5, 10 layers': (SHARED, ['all-2', 'all-5', 'shared-all']),
-            'one FFN for 2, 5, 10 layers': ('#74b4dc', ['ffn-2', 'ffn-5', 'shared-ffn']),
-            'bytes instead of tokens': (ROUTED, ['bytes-causal'])}
+    """Bits per byte on Simple English Wikipedia: layers that share weights, and fewer layers."""
+    ways = {'each layer its own': (DENSE, {'baseline': '10 layers', 'depth-dense6': '6 layers'}),
+            'layers share a block': (SHARED, {'all-2': '2', 'all-5': '5', 'shared-all': 'all 10'}),
+            'layers share an FFN': (LIGHT, {'ffn-2': '2', 'ffn-5': '5', 'shared-ffn': 'all 10'})}
     kinds = runs('stlm') | runs('stlm_depth')
     figure, axis = plt.subplots(figsize=(11.6, 7))
     for label, (color, names) in ways.items():
-        sizes = [run['parameters'] / 1e6 for name in names for run in kinds[name]]
-        bits = [score for name in names for score in losses(kinds[name], key='bits_per_byte')]
-        axis.plot(sizes, bits, 'o', ms=11, color=color, label=label)
-    axis.set(xlabel='parameters, millions', ylabel='bits per byte', ylim=(1.48, 1.9))
+        for kind, name in names.items():
+            bits = losses(kinds[kind], key='bits_per_byte')
+            size = kinds[kind][0]['parameters'] / 1e6
+            axis.plot([size] * len(bits), bits, 'o', ms=11, color=color, label=label)
+            above = color == LIGHT
+            axis.annotate(name, (size, (max if above else min)(bits)), (0, 14 if above else -34),
+                          textcoords='offset points', ha='center', color=color)
+            label = None                                 # once in the legend
+    axis.set(xlabel='parameters, millions', ylabel='bits per byte', xlim=(27, 58.5),
+             ylim=(1.49, 1.6))
     axis.legend(labelcolor='linecolor', frameon=False)
-    title(figure, 'Sharing layers is cheap, leaving some out is cheaper,\nbytes are dear')
+    title(figure, 'Sharing layers costs little,\nand so does leaving some out')
     return figure
 
 
