@@ -657,7 +657,7 @@ def run(s, module, keys, machine):
             write_log(log, it, began, **values, **scheduled, grad_norm=norm.item(),
                       tokens_per_s=round(rate), epoch=data.epoch, windows=data.seen,
                       words=round(data.words))
-            speed = f'{human(rate)} {data.noun}/s, {machine.memory():.2g} GB'
+            speed = f'{human(rate)} {data.noun}/s{machine.memory()}'
             bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}")
             if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
                 machine.say(f"step {it:6,}  loss {values['loss']:.4f}, {speed}")

@@ -15,10 +15,12 @@ top_k = 2
 dropout = 0.0
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)
 
-epochs = 2
-batch_size = 8
-learning_rate = 3e-3
+epochs = 1
+batch_size = 16
+optimizer = 'muon'              # AdamW needs twice as many tokens for the same loss
+learning_rate = 5e-3
+muon_rate = 4.0
 min_lr = 2e-4
-warmup_iters = 50
-eval_interval = 250
-save_interval = 500
+warmup_iters = 25
+eval_interval = 100
+save_interval = 250

@@ -3,7 +3,7 @@ How much of a ModuleFormer does a domain need? What is left, and the loss, for a
 (the paper's Figures 2 to 4).
 
     python -m papers.prune_curve out/moduleformer_math                    # on the run's own data
-    python -m papers.prune_curve out/moduleformer --data data/toy_math --normalise sum
+    python -m papers.prune_curve out/moduleformer --data data/toy_math
     python -m papers.prune_curve out/moduleformer_math --json curve.json
 
 Each module's frequency is counted on the first half of val.bin, the loss is measured on the second.
@@ -19,19 +19,20 @@ from plumbing.checkpoint import data_folder
 from plumbing.cli import UserError, between, run_main, write_json
 from train import as_tensor, score_batches, val_batches
 
-# As shares of the largest frequency there can be: 1 of `max`, 1 / top_k of `sum`.
+# Of the most frequent module of a pool
 THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+BATCH = 16                                               # windows at a time
 
 
-def curve(model, tokens, token_lengths, thresholds, normalise, batch_size, machine, pad=-1):
+def curve(model, tokens, token_lengths, thresholds, machine, pad=-1):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half = len(tokens) // 2
     T = model.config.block_size
-    usage = count_usage(model, val_batches(tokens[:half], T, batch_size, pad))
+    usage = count_usage(model, val_batches(tokens[:half], T, BATCH, pad))
     rows = []
     for threshold in thresholds:
-        pruned, table = prune_experts(model, usage, threshold, normalise)
-        batches = val_batches(tokens[half:], T, batch_size, pad)
+        pruned, table = prune_experts(model, usage, threshold)
+        batches = val_batches(tokens[half:], T, BATCH, pad)
         scores = score_batches(pruned, batches, token_lengths, machine)
         modules = sum(pool['after'] for pool in table) / sum(pool['before'] for pool in table)
         rows.append(dict(threshold=threshold, parameters=pruned.count_params()[0], left=table.left,
@@ -43,10 +44,6 @@ def main():
     parser = run_parser(__doc__)
     parser.add_argument('--thresholds', type=between(0, 1e9, float), nargs='+',
                         help='least frequency of a module that stays')
-    parser.add_argument('--normalise', choices=('max', 'sum'), default='max',
-                        help="divide frequencies by their pool's largest, or by their sum")
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16,
-                        help='windows at a time')
     args = parser.parse_args()
     model, ckpt, tokenizer, machine = open_run(args)
     if not isinstance(model, ModuleFormer):
@@ -54,19 +51,16 @@ def main():
     folder = args.data or data_folder(ckpt)
     tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
     lengths = torch.tensor([len(token) for token in tokenizer.token_bytes])
-    largest = 1 if args.normalise == 'max' else 1 / model.config.top_k
-    thresholds = args.thresholds or [share * largest for share in THRESHOLDS]
-    thresholds = [0.0, *(t for t in thresholds if t)]    # at 0 nothing is pruned
-    rows = curve(model, tokens, lengths, thresholds, args.normalise, args.batch_size, machine,
-                 tokenizer.pad)
-    print(f'{args.run} on {folder}: frequencies divided by the {args.normalise} of their pool')
+    thresholds = [0.0, *filter(None, args.thresholds or THRESHOLDS)]     # at 0 nothing is pruned
+    rows = curve(model, tokens, lengths, thresholds, machine, tokenizer.pad)
+    print(f"{args.run} on {folder}: frequencies as shares of their pool's largest")
     print('threshold   parameters left   modules left      loss    change')
     for row in rows:
         change = row['loss'] - rows[0]['loss']
         print(f"{row['threshold']:9.4f}{row['parameters'] / 1e6:9.2f}M {100 * row['left']:5.1f}%"
               f"{100 * row['modules']:14.1f}%{row['loss']:10.4f}{change:+10.4f}")
     if args.json:
-        about = dict(run=args.run, data=str(folder), normalise=args.normalise)
+        about = dict(run=args.run, data=str(folder))
         write_json(args.json, dict(about, rows=rows))
 
 

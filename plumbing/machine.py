@@ -1,6 +1,7 @@
 """The machine a script runs on: device, precision, processes, CUDA graphs, compilation."""
 
 import copy
+import ctypes
 import math
 import os
 import sys
@@ -37,6 +38,8 @@ class Machine:
             os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'    # read when a GPU is first used
             torch.use_deterministic_algorithms(True)     # torch refuses what it cannot promise
             torch.utils.deterministic.fill_uninitialized_memory = False  # that costs time only
+        if self.device.type == 'cpu':
+            keep_freed_memory()
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream())   # the default one cannot record graphs
@@ -72,12 +75,8 @@ class Machine:
             dist.destroy_process_group()
 
     def memory(self):
-        """The most that this process has taken so far, in GB."""
-        if self.cuda:
-            return torch.cuda.max_memory_reserved() / 1e9
-        import resource                                  # not on Windows
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return kilobytes / (1e9 if sys.platform == 'darwin' else 1e6)    # a Mac counts bytes
+        """The most that this process has taken of a GPU so far, as text."""
+        return f', {torch.cuda.max_memory_reserved() / 1e9:.2g} GB' if self.cuda else ''
 
     def matrix_rate(self):
         """FLOP per second of a large matrix product, in the precision that is trained in."""
@@ -111,6 +110,15 @@ def find_device(kind):
         reason = str(error).partition('\n')[0][:100]
         raise UserError(f'device {kind} does not work ({reason}); see --device') from None
     return device
+
+
+def keep_freed_memory():
+    """Linux's malloc returns freed memory to the system, so that every step asks for it again, page
+    by page. Not to do so makes a step of a small model 5 to 12% faster."""
+    malloc = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
+    if malloc:
+        malloc(-1, 2 ** 31 - 1)                          # M_TRIM_THRESHOLD
+        malloc(-3, 2 ** 25)                              # M_MMAP_THRESHOLD, the largest there is
 
 
 # ---- A step as a CUDA graph ----------------------------------------------------------------------

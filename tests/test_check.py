@@ -174,13 +174,6 @@ def test_a_fault_turns_its_row_red(row, Model):
     assert verdict == 'WRONG' and 'Traceback' not in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('row, Model', [param for param in FAULTS if param.id in (
-    'other rows', 'gates sum to 2', 'unused parameter', 'unsaved buffer')])
-def test_a_fault_turns_no_other_row_red(row, Model):
-    assert check_all(SimpleNamespace(Config=MoEPConfig, Model=Model), MOEP)[1] == [row]
-
-
 @dataclass
 class Growing(MoEPConfig):
     def __post_init__(self):
@@ -196,11 +189,6 @@ class NotPlain(MoEPConfig):
 def test_a_config_that_does_not_rebuild_the_model(Config):
     module = SimpleNamespace(Config=Config, Model=MoEP)
     assert check.run_check(check.rebuilds, module, Config(**MOEP))[0] == 'WRONG'
-
-
-def test_state_in_a_buffer_is_green():
-    module = SimpleNamespace(Config=MoEPConfig, Model=steps_buffer(persistent=True))
-    assert check.run_check(check.resume, module, MoEPConfig(**MOEP))[0] == 'ok'
 
 
 def test_a_router_that_only_an_auxiliary_loss_trains_is_named():

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from plumbing.cli import Parser, UserError, between, human, reading, run_main, write_json
+from plumbing.cli import UserError, human, reading, run_main, write_json
 from plumbing.text import read_lines, read_rows
 
 
@@ -30,22 +30,6 @@ def test_how_scripts_end(monkeypatch, capsys, error, code, line):
     message = capsys.readouterr().err
     assert stop.value.code == code and message.startswith(line)
     assert message.count('\n') == (code == 2)
-
-
-def test_options(capsys):
-    """A wrong one is the user's mistake; the help shows the default where there is one."""
-    parser = Parser('doc')
-    parser.add_argument('run', nargs='?', default='out/moep', help='a folder')
-    parser.add_argument('--num', default=3, type=between(1, 9), help='samples')
-    parser.add_argument('--next', help='tokens')
-    for argv in (['--speed'], ['--num=10'], ['--num=x']):
-        with pytest.raises(UserError, match=f'{argv[0][:5]}.*see --help'):
-            parser.parse_args(argv)
-    with pytest.raises(SystemExit):
-        parser.parse_args(['--help'])
-    lines = [' '.join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    options = [line for line in lines if line.startswith(('run', '--'))]
-    assert options == ['run a folder', '--num NUM samples (default 3)', '--next NEXT tokens']
 
 
 def test_human_numbers():

@@ -1,4 +1,4 @@
-"""Every toy config trains, after those it starts from; every config of a paper has its size."""
+"""Every toy config trains, after those it starts from; every config of a paper can be built."""
 
 import inspect
 import json
@@ -11,7 +11,6 @@ from plumbing.settings import ROOT, make_config, read_config, read_settings
 
 TOYS = sorted(ROOT.glob('config/*.py'))
 PAPER = ROOT / 'config/paper'
-SIZES = {'gpt2': 28e6, 'moep': 28e6, 'moduleformer/molm_4b_k2': 4e9, 'stlm/baseline': 50e6}
 
 
 @pytest.mark.slow
@@ -38,5 +37,3 @@ def test_a_config_of_a_paper(name):
     with torch.device('meta'):
         total, active = module.Model(make_config(module, keys)).count_params()
     assert total > 0 and active > 0
-    if name in SIZES:
-        assert total == pytest.approx(SIZES[name], rel=0.12)

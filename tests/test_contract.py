@@ -58,6 +58,9 @@ CASES = {
     'stlm_exit': ('stlm_depth', dict(DEPTH, capacity=1.0, exit_loss=True), {}),
     'dense': ('arena.dense', SMALL, {}),
     'dense_routed': ('arena.dense', ROUTED, {'blocks.0': 5, 'blocks.1': 5}),
+    'loop': ('arena.loop', dict(SMALL, d_token=12, hidden=24), {}),
+    'loop_routed': ('arena.loop', dict(SMALL, d_token=12, hidden=24, n_expert=5, top_k=2),
+                    {'blocks.0': 5, 'blocks.1': 5}),
 }
 ONE_EACH = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_bytes', 'stlm_depth',
             'dense']

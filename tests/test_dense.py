@@ -1,4 +1,4 @@
-"""arena/dense.py against a slow oracle, one token, one head and one expert at a time."""
+"""arena/dense.py and arena/loop.py against a slow oracle, one token, head and expert at a time."""
 
 import math
 
@@ -7,17 +7,22 @@ import torch
 
 from arena import dense
 from arena.dense import Dense, DenseConfig
+from arena.loop import Loop, LoopConfig
 from oracles import compare, rms, same_routes, tokens, turn
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
-FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False)]
+LOOP = dict(SMALL, hidden=24, d_token=8)
+FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False), LOOP,
+         dict(LOOP, n_expert=5, top_k=2)]
 
 
 def make(config, dtype=torch.float64):
     """Also what starts at zero is random here."""
     torch.manual_seed(0)
-    model = Dense(DenseConfig(**config)).to(dtype)
+    is_loop = 'd_token' in config
+    model = Loop(LoopConfig(**config)) if is_loop else Dense(DenseConfig(**config))
+    model.to(dtype)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -62,14 +67,16 @@ def feed_forward(ffn, x, c, log):
 def oracle(model, idx):
     """-> logits (B, T, V), auxiliary losses, {layer: [gates of a token]}"""
     c = model.config
+    is_loop = isinstance(model, Loop)
+    head = model.head.weight @ model.narrow.weight if is_loop else model.wte.weight
     rows = []
     routed = [[] for _ in model.blocks]
     for row in idx:
-        x = [rms(model.wte.weight[i]) for i in row]
+        x = [rms(model.wte(i)) for i in row]
         for b, log in zip(model.blocks, routed):
             x = [v + a for v, a in zip(x, attention(b, [rms(v) for v in x], c))]
             x = [v + feed_forward(b.ffn, rms(v), c, log) for v in x]
-        rows.append(torch.stack([model.wte.weight @ rms(v) for v in x]))
+        rows.append(torch.stack([head @ rms(v) for v in x]))
     aux = dict(balance=0) if c.n_expert > 1 else {}
     for log in routed if aux else []:
         p = sum(prob for prob, _ in log) / len(log)

@@ -14,7 +14,6 @@ import test_contract
 from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
-from plumbing.toy import MEN, PLURALS, WOMEN, subject_rows
 from tools import finetune
 from tools.finetune import (
     METRICS, TASKS, Classifier, Examples, encode, find_task_files, majority, predict,
@@ -158,19 +157,6 @@ def test_formats(name, file, content, texts, label, tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode())
     assert read_examples(find_task_files(tmp_path)[name]['valid'], name) == ([texts], [label])
-
-
-def test_toy_task():
-    rows = subject_rows(2300)
-    assert sum(r['label'] for r in rows) == 1150 and len({r['sentence'] for r in rows}) == 2300
-
-    def forms(words):
-        return {form for word in words for form in (word, PLURALS.get(word, word + 's'))}
-    females, males = forms(WOMEN), forms(MEN)
-    for row in rows:
-        words = row['sentence'].rstrip('.').split()
-        people = [word in females for word in words if word in females | males]
-        assert people == [bool(row['label']), not row['label']]  # only who comes first tells
 
 
 @pytest.fixture(scope='module')

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from conftest import ROOT
-from lab.__main__ import FILES, run_checks, show, state_of
+from lab.__main__ import FILES, run_checks, state_of
 from lab.checks import CHECKS, PLACES
 from lab_solutions import RIGHT, WRONG
 
@@ -52,16 +52,6 @@ def test_an_error_names_its_line(tmp_path):
                             ('return (x_ND', 'SyntaxError')):
         path.write_text(HOLE.sub(f'    {answer}\n', source))
         assert all(text.startswith(f'line 27: {message}') for _, _, text in run_checks(path))
-
-
-def test_what_is_printed(tmp_path, capsys):
-    assert show(answered(tmp_path, 'ex3_dispatch'), details=True)
-    assert 'moep.py, Rows' in capsys.readouterr().out
-    without_gates = answered(tmp_path, 'ex3_dispatch', 'gate_NK[token, k, None] * ', '')
-    assert not show(without_gates, details=True)
-    printed = capsys.readouterr().out
-    assert re.match(r'red +3\. Sparse dispatch', printed) and 'moep.py' not in printed
-    assert re.search(r'wrong +a token.*\n.*the gate of its own token', printed)
 
 
 def test_the_command(run):

@@ -265,29 +265,6 @@ def test_oracle(changes):
     same_routes(model.routes(x), gates)
 
 
-@pytest.mark.parametrize('T', [12, 1])                   # one token leaves modules without work
-def test_float32_through_grouped_mm_is_the_float64_loop(T, monkeypatch):
-    rows = []
-    kernel = F.grouped_mm
-
-    def record(x, w, offs):
-        if w.dim() == 3:                                 # not the gradient of w
-            rows.append(len(x))
-        return kernel(x, w, offs=offs)
-    monkeypatch.setattr(F, 'grouped_mm', record)
-    single, x = make(dtype=torch.float32), tokens(3 if T > 1 else 1, T)
-    double = copy.deepcopy(single).double()
-    pairs = []
-    for model in (single, double):
-        _, loss, aux = model(x, x.flip(1))
-        (loss + aux['mi']).backward()
-        pairs.append([model(x)[0], *(p.grad for p in model.parameters())])
-    assert len(rows) == 4 * 2 * 3              # of float32 alone: 4 per block, two passes, gradient
-    assert set(rows) == {2 * x.numel()}                  # of the chosen rows alone
-    for i, (a, b) in enumerate(zip(*pairs, strict=True)):
-        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-7, i
-
-
 # ---- Losses --------------------------------------------------------------------------------------
 
 
@@ -500,15 +477,6 @@ def test_pruned_is_the_model_with_those_modules_closed(changes):
     assert torch.allclose(after[same], gates / gates.sum(-1, keepdim=True))      # K of K are left
     again, _ = prune_experts(closed, batches=[(x, x)], threshold=1e-9)
     assert torch.allclose(again(x)[0], closed(x)[0], rtol=0, atol=1e-11)   # they had no probability
-
-
-def test_pruning_defaults():
-    """1% of the most frequent: 10 of 1,000 stays, 5 does not; of the sum, 10 would go too."""
-    model = make()
-    counts = torch.tensor([5, 1000, 10, 100, 0])
-    usage = {name: counts[:gate.size(-1)] for name, gate in model.routes(tokens()).items()}
-    assert [row['after'] for row in prune_experts(model, usage)[1]] == [3] * 4
-    assert [row['after'] for row in prune_experts(model, usage, normalise='sum')[1]] == [2] * 4
 
 
 def test_surgery_errors():

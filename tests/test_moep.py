@@ -152,48 +152,6 @@ def test_oracle(changes):
 # ---- Sparse is dense -----------------------------------------------------------------------------
 
 
-def compare_to_dense(sparse, idx, tolerance):
-    """Logits and gradients of a model, and of one that computes every choice for every token."""
-    dense = MoEP(MoEPConfig(**{**vars(sparse.config), 'sparse': False})).to(sparse.wte.weight.dtype)
-    dense.load_state_dict(sparse.state_dict())
-    for model in (sparse, dense):
-        _, loss, aux = model(idx, idx.flip(1))
-        (loss + 0.3 * aux['block_balance'] + 0.7 * aux['expert_balance']).backward()
-    assert torch.allclose(sparse(idx)[0], dense(idx)[0], atol=10 * tolerance)
-    for (name, p), q in zip(sparse.named_parameters(), dense.parameters()):
-        assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm() + 1e-12, name
-
-
-@pytest.mark.parametrize('top_k', [1, 2, 4])
-def test_sparse_is_dense_through_the_kernel(top_k, monkeypatch):
-    """float32 goes through F.grouped_mm, and only the chosen rows do."""
-    rows = []
-    kernel = F.grouped_mm
-
-    def record(x, w, offs):
-        if w.dim() == 3:                                 # not the gradient of w
-            rows.append(len(x))
-        return kernel(x, w, offs=offs)
-    monkeypatch.setattr(F, 'grouped_mm', record)
-    model = make(torch.float32, top_k=top_k, n_expert=4, swiglu=top_k == 2)
-    compare_to_dense(model, tokens(3, 20), 1e-4)
-    assert set(rows) == {60 * top_k, 60 * 4}
-
-
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
-def test_an_unused_block_and_one_token(dtype, tolerance):
-    model, x = make(dtype), tokens(2, 20)
-    with torch.no_grad():                                # no token takes block 2 of the first layer
-        model.shrink.down_bias += 5
-        model.parallel[0].router.linear.weight[2] = -1
-    assert not model.routes(x)['parallel.0'][..., 2].any()
-    compare_to_dense(model, x, tolerance)
-    for name in ('proj', 'fc', 'down', 'down_bias', 'ln_2_gain'):
-        grad = getattr(model.parallel[0], name).grad
-        assert not grad[2].any() and grad.any()
-    compare_to_dense(make(dtype), tokens(1, 1), tolerance)
-
-
 def test_grouped_mm_without_its_kernel(monkeypatch):
     """Widths that the kernel refuses, then a torch that has no kernel: a loop over the groups."""
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)   # the second group is empty
@@ -216,31 +174,6 @@ def test_entropy_of_a_choice_without_any_probability():
     loss = router(x)[2]['balance']
     loss.backward()
     assert abs(loss.item() + math.log(2)) < 1e-6 and x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize('form, spreads', [('switch', True), ('entropy', True), ('printed', False)])
-def test_minimising_balance_spreads_or_collapses(form, spreads):
-    """From the same start the printed sign drives all tokens to one block, the others spread
-    them."""
-    torch.manual_seed(0)
-    router = moep.Router(8, 4, MoEPConfig(**{**SMALL, 'balance': form}))
-    x = torch.randn(256, 8) + 1.0
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.05)
-
-    def entropy():
-        p = router.linear(x).softmax(-1).mean(0)
-        return -(p * p.log()).sum().item()
-    with torch.no_grad():
-        router.linear.weight[0] += 0.1
-    start = entropy()
-    for _ in range(60):
-        optimizer.zero_grad()
-        router(x)[2]['balance'].backward()
-        optimizer.step()
-    if spreads:
-        assert entropy() > max(start, 0.99 * math.log(4))
-    else:
-        assert entropy() < 0.1
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import asdict
 import pytest
 import torch
 
-import papaformer
 from oracles import attention, compare, rms, swiglu, tokens
 from papaformer import PaPaformer, PaPaformerConfig, compose, path_usage
 
@@ -155,40 +154,6 @@ def test_oracle(changes, training):
     routes = model.routes(x)
     assert list(routes) == list(weights)
     assert all(torch.allclose(routes[n], weights[n], rtol=0, atol=1e-12) for n in routes)
-
-
-# ---- Auxiliary losses ----------------------------------------------------------------------------
-
-
-def minimise(form, names):
-    """40 steps from a slightly unbalanced router -> largest load, the tokens' mean largest
-    probability."""
-    torch.manual_seed(0)
-    config = PaPaformerConfig(**{**SMALL, 'connection': 'gumbel2', 'aux_form': form})
-    router = papaformer.Router(8, 3, config).train()
-    x = torch.randn(1, 256, 8) + 1.0
-    with torch.no_grad():
-        router.linear.weight[0] += 0.1
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.1)
-    for _ in range(40):
-        losses = router(x)[1]
-        optimizer.zero_grad()
-        sum(losses[name] for name in names).backward()
-        optimizer.step()
-    prob = router.linear(x).softmax(-1)[0]
-    return prob.mean(0).max().item(), prob.max(1).values.mean().item()
-
-
-def test_minimising_spreads_or_collapses():
-    """Both losses together, then each alone, in the text's signs and in the printed ones."""
-    for names in (['entropy', 'load'], ['load'], ['entropy']):
-        load, token = minimise('intended', names)
-        assert load < 0.36, (names, load)
-        assert token < 0.36 or names == ['load'], (names, token)
-    for names in (['entropy', 'load'], ['load']):
-        load, token = minimise('printed', names)
-        assert load > 0.97 and token > 0.97, (names, load, token)
-    assert minimise('printed', ['entropy'])[1] > 0.97    # every token decided
 
 
 # ---- Compose -------------------------------------------------------------------------------------

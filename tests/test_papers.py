@@ -15,7 +15,7 @@ import selfmoe
 import stlm
 from moduleformer import count_usage, prune_experts
 from conftest import run_here
-from papers import depth, eval_length, exact_answer, passes, path_usage, tables
+from papers import depth, eval_length, exact_answer, passes
 from papers.exact_answer import complete, last_number, read_problems
 from plumbing.checkpoint import load_checkpoint
 from plumbing.machine import Machine
@@ -157,25 +157,6 @@ def test_exact_answers():
     assert Parrot.seen[0] == [tokenizer.eot, *b'a\n']
 
 
-# ---- tables -------------------------------------------------------------------------------------
-
-
-def test_both_classes_in_one_table(tmp_path, monkeypatch):
-    """Each entry that is in a class once, the best first; not one that is in none"""
-    monkeypatch.setattr(tables, 'RESULTS', tmp_path)
-    costs = dict(dense=(0.65e6, 3.75e6, 0.4), narrow=(0.65e6, 1e6, 0.5), costly=(2e6, 3.75e6, 0.3),
-                 neither=(2e6, 1e6, 0.2))
-    rows = [dict(entry=name, seed=seed, parameters=size, active=size, flops_per_token=flops,
-                 tokens=0.5e6, bits_per_byte=bits + seed / 1e4, harness=60, babylm2025=50)
-            for name, (size, flops, bits) in costs.items() for seed in (1, 2, 3)]
-    (tmp_path / 'arena_toy.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    sweeps = [dict(entry='dense', setting='learning_rate=1'), dict(entry='narrow', setting='x=2')]
-    (tmp_path / 'arena_toy_sweeps.jsonl').write_text('\n'.join(map(json.dumps, sweeps * 2)))
-    _, *lines = tables.lines_of('arena_toy')
-    assert [(*line.split(' | ')[:1], *line.split(' | ')[-2:]) for line in lines] == [
-        ('costly', '', 'better'), ('dense', '2', 'the dense entry'), ('narrow', '2', 'worse')]
-
-
 # ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
 
 
@@ -196,22 +177,6 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
     assert (seen[0][:, 1:] != eot).all()
     result = json.loads(out.read_text())
     assert result[str(stories)]['layers'] == [[1.0, 0.0], [0.0, 1.0]] and result['accuracy'] == 0.5
-
-
-# gumbel1 gumbel2 share, prompt after prompt
-TABLE_6 = """
-    221 223 21 222 222 11 221 112 11 222 223 11 221 222 21
-    211 211 12 212 222 21 212 212 11 111 122 21 211 212 12
-    112 122 21 111 221 11 111 212 11 112 222 22 122 221 12
-    112 223 21 122 222 11 132 311 11 211 221 11 222 222 21""".split()
-
-
-def test_path_accuracy_of_table_6():
-    """The printed routes: ten stories (path 1), then ten of math (path 2). 3, the mix, is wrong."""
-    own = torch.tensor([0] * 10 + [1] * 10)
-    for column, accuracy in ((0, 24 / 60), (1, 28 / 60), (2, 20 / 40)):
-        choices = torch.tensor([[int(c) - 1 for c in way] for way in TABLE_6[column::3]])
-        assert abs(path_usage.path_accuracy(choices, own) - accuracy) < 1e-6
 
 
 # ---- prune_curve --------------------------------------------------------------------------------

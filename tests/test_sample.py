@@ -72,19 +72,6 @@ def test_routes_of_a_model_without_positions_are_not_cut(call, smoke):
     assert 'what each token took' in text and len(table) == 1 + 1 + 40
 
 
-def test_cells(data_dir):
-    """Tokens without text have names."""
-    cells = {}
-    for name in ('toy_stories', 'toy_bytes', 'toy_thoughts', 'toy_pauses'):
-        tokenizer = load_tokenizer(data_dir / name)
-        ids = [i for i, text in enumerate(tokenizer.token_bytes) if not text and i != tokenizer.eot]
-        cells[name] = [sample.cell(tokenizer, i) for i in (tokenizer.eot, *ids)]
-    assert cells['toy_stories'] == ['<eot>'] and cells['toy_pauses'] == ['<eot>', '<pause>']
-    assert cells['toy_bytes'] == ['<eot>', '<end>', '<pad>']
-    assert cells['toy_thoughts'][-1] == '<pad>'
-    assert sample.cell(tokenizer, tokenizer.encode('\n')[0]) == '\\n'
-
-
 def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
     """The last chunk of the prompt is left open: the model may end it or go on with it."""
     folder = smoke('config/stlm_bytes.py', '--block_size=72')

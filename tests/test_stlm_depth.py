@@ -238,17 +238,6 @@ def test_drafts_change_no_greedy_text(capacity, accepted):
     assert max(n for n, _ in accepted) == 4              # no more than there is room for
 
 
-@pytest.mark.parametrize('bias', [-99, 99])
-def test_drafts_where_nobody_or_everybody_passes(bias):
-    model, x = make(4, 0.3, block_size=6).eval(), tokens(2, 3)
-    with torch.no_grad():
-        for layer in routed_layers(model):
-            layer.forecast_bias.fill_(bias)
-    want = uncached(model, x, 6)
-    for E in range(4):
-        assert torch.equal(model.generate(x, 6, temperature=0, draft_layers=E, n_draft=2), want)
-
-
 def test_a_guess_that_is_right_up_to_rounding_stays(monkeypatch):
     """p < q everywhere: there is nothing to draw again from."""
     q = torch.tensor([[0.25, 0.75]])

@@ -81,9 +81,3 @@ def test_nothing_is_unpickled():
                 flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert flags.get('weights_only') == 'True', path
     assert loads > 0
-
-
-def test_every_config_says_what_it_is():
-    configs = sorted((ROOT / 'config').rglob('*.py'))
-    silent = [path for path in configs if not ast.get_docstring(ast.parse(read(path)))]
-    assert configs and silent == []

@@ -1,7 +1,6 @@
 """What train.py promises: the order of the data, scores, steps, and that nothing is lost."""
 
 import contextlib
-import fcntl
 import itertools
 import json
 import math
@@ -481,6 +480,7 @@ def test_an_existing_run_is_overwritten_only_on_request(tiny, tmp_path):
 
 
 def test_a_folder_in_use_is_left_alone(tiny, tmp_path):
+    fcntl = pytest.importorskip('fcntl')                 # Windows has none
     tiny('run', max_iters=1)
     with open(tmp_path / 'run/log.jsonl', 'a') as log:
         fcntl.flock(log, fcntl.LOCK_EX)                  # what another run does
@@ -646,27 +646,6 @@ def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, monkeypatch, numbe
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
     tiny('run', MODULEFORMER, resume=True, **settings)
     assert_same_run(tmp_path / 'run', tmp_path / 'calm')
-
-
-def test_a_kill_while_the_checkpoint_is_written(tiny, tmp_path, monkeypatch):
-    """The one before is still there, and what is left of the new one does not matter."""
-    settings = dict(max_iters=6, save_interval=2)
-    tiny('calm', **settings)
-    save, calls = torch.save, itertools.count(1)
-
-    def mortal(state, file):
-        if next(calls) == 2:
-            file.write(b'half')
-            sys.exit(9)
-        save(state, file)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, 'save', mortal)
-        tiny('killed', code=9, **settings)
-    assert read_checkpoint(tmp_path / 'killed')['iter'] == 2
-    (tmp_path / 'killed/ckpt.pt.tmp').write_bytes(b'half')       # SIGKILL leaves it
-    tiny('killed', resume=True, **settings)
-    assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
-    assert not (tmp_path / 'killed/ckpt.pt.tmp').exists()
 
 
 @pytest.mark.slow

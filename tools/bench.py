@@ -14,12 +14,9 @@ machine's rate is that of one large matrix product in the same run. Any setting 
 
 import contextlib
 import importlib.util
-import multiprocessing
-import os
 import re
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -202,21 +199,6 @@ def measure(row, args, machine, rate):
 
 # ---- The command line ---------------------------------------------------------------------------
 
-def compile_rows(rows, args):
-    """torch keeps on disk what it has compiled. So every row first takes one step, all rows at the
-    same time, each in a process of its own; measured later, it starts in seconds."""
-    at_once = min(len(rows), 8)
-    threads = max(1, os.cpu_count() // at_once)
-    os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', str(threads))
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context('spawn')) as pool:
-        for row in rows:
-            pool.submit(first_step, row, args)           # what fails here fails again, and says why
-
-
-def first_step(row, args):
-    machine = Machine(row.s.device, row.s.dtype)
-    make_step(row.build(args).to(machine.device), row.s, row.T, machine)()
-
 
 def show(row):
     rate = row['tokens_per_s']
@@ -251,8 +233,6 @@ def main():
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'
           f'; a vocabulary of {args.vocab_size:,} where a config names none')
-    if machine.cuda and len(planned) > 1 and not args.generate:
-        compile_rows(planned, args)
     print(f"{'model':30}   batch x T  parameters    active   tokens/s{plain}"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
