@@ -15,14 +15,13 @@ from conftest import ROOT
 from moep import MoEP, MoEPConfig, Router
 from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.settings import import_model
+from test_contract import CASES
 from tools import check
 from train import load_bin
 
 SMALL = dict(vocab_size=32, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=1, n_embd_parallel=8, n_block=3, n_expert=3)
 POOLS = dict(SMALL, n_att=3, d_att=8, n_ffd=4, d_ffd=8, d_router=8, query_block=5)
-STLM = dict(SMALL, n_kv_head=1, ffn_hidden=16)
-BYTES = dict(STLM, byte_limit=3, byte_embd=8, byte_layer=1, byte_head=2)
 
 
 def check_all(module, config):
@@ -32,18 +31,10 @@ def check_all(module, config):
     return rows, [name for name, (verdict, _) in rows.items() if verdict == 'WRONG']
 
 
-@pytest.mark.parametrize('name, config', [
-    ('moep', MOEP),
-    ('papaformer', dict(SMALL, n_parallel=2, path_embd=[8, 8], path_head=[1, 1],
-                        connection='gumbel1')),
-    ('moduleformer', POOLS),
-    ('selfmoe', dict(SMALL, n_layer=3, n_kv_head=1, gate='matrix', n_expert=3, top_k=2)),
-    ('stlm', dict(STLM, share='ffn', lora_rank=2)),
-    ('stlm', BYTES),
-    ('stlm_depth', dict(STLM, capacity=0.4)),
-    ('arena.dense', dict(SMALL, n_expert=4, top_k=2))], ids=str)
-def test_ours_are_green(name, config):
-    rows, red = check_all(import_model(name), config)
+@pytest.mark.parametrize('name', CASES)
+def test_ours_are_green(name):
+    module, config, _ = CASES[name]
+    rows, red = check_all(import_model(module), dict(config, dropout=0.0))
     assert red == [], rows
 
 

@@ -1,10 +1,8 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models:
-what a forward pass returns, causality, caches, batches, targets, routes, configs, initialisation,
-sampling. (In test_arena_routers.py the routers of arena/ pass tools.check instead.)"""
+what a forward pass returns, causality, caches, padding, routes, wrong configs, sampling. The rest
+is tools.check's: test_check.py runs it over these models, test_arena_routers.py over routers."""
 
 import importlib
-import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -141,19 +139,6 @@ def test_returns(name):
 
 
 @ALL
-def test_loss_is_the_mean_over_targets(name):
-    """reduction='none' gives what the logits say, 0 where the target is -1."""
-    model = make(name)
-    x, y = pair(model)
-    y[:, ::5] = -1
-    nats = model(x, y, reduction='none')[1]
-    log_prob = model(x)[0].log_softmax(-1)
-    picked = log_prob.gather(2, y.clamp(min=0)[:, :, None])[:, :, 0]
-    assert close(nats, -picked.masked_fill(y < 0, 0))
-    assert abs(model(x, y)[1] - nats[y >= 0].mean()) < 1e-12
-
-
-@ALL
 def test_padding_changes_nothing(name):
     """Two rows of different length, padded: losses and gradients are those of the rows by
     themselves."""
@@ -175,16 +160,6 @@ def test_padding_changes_nothing(name):
     assert all(close(a, b) for a, b in zip(*grads))
 
 
-@ALL
-def test_every_parameter_gets_a_gradient(name):
-    model = make(name, seed=1).train()
-    x, y = pair(model, B=6)
-    _, loss, aux = model(x, y)
-    (loss + sum(aux.values())).backward()
-    for parameter, p in model.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, parameter
-
-
 # ---- Time, batches, caches -----------------------------------------------------------------------
 
 
@@ -203,16 +178,6 @@ def test_causal(name):
             assert difference[:t].sum() < 1e-12
             later = difference[t:]
             assert (later.max() if slots(model) > 1 else later.min()) > 1e-9
-
-
-@ALL
-def test_batched_is_one_by_one(name):
-    model = make(name)
-    x = text(model)
-    assert close(predict(model, x), torch.cat([predict(model, row[None]) for row in x]))
-    x = x[:2, :3]
-    one_by_one = [model.generate(row[None], 2, temperature=0) for row in x]
-    assert torch.equal(model.generate(x, 2, temperature=0), torch.cat(one_by_one))
 
 
 @pytest.mark.parametrize('name', [name for name in CASES if 'bytes' not in name])
@@ -270,38 +235,6 @@ def test_routes(name):
         assert (gate >= 0).all() and (gate.sum(-1) < 1 + 1e-9).all()
         assert (gate.sum(-1) > 1 - 1e-9).all() or not has_limit(model)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@ALL
-def test_count_of_all_parameters(name):
-    model = build(name)
-    total, active = model.count_params()
-    assert total == sum(p.numel() for p in model.parameters()) and active > 0
-
-
-@ALL
-def test_config_rebuilds_the_model(name):
-    """Also after it was written as JSON; the state dict fits, and the new model computes the
-    same."""
-    model = make(name)
-    config = type(model.config)(**json.loads(json.dumps(asdict(model.config))))
-    again = type(model)(config).double().eval()
-    assert list(again.state_dict()) == list(model.state_dict()) and again.config == model.config
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again(text(model))[0], model(text(model))[0])
-
-
-@ALL
-def test_every_parameter_is_initialised(name):
-    """Memory that nobody has written is nan here."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(2).isnan().all()
-        model = build(name)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for tensor, value in model.state_dict().items():
-        assert not value.isnan().any(), tensor
 
 
 @pytest.mark.parametrize('name, wrong', [

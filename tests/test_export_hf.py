@@ -17,33 +17,16 @@ from plumbing.bpe import train_bpe
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import (
     build_tokenizer, copy_tokenizer, load_tokenizer, rank_tokenizer, ranks_blob)
+from test_contract import CASES
 from tools.lora import add_lora
 
 transformers = pytest.importorskip('transformers')
 from tools import export_hf                              # noqa: E402
 
-TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=24)
-MODELS = {
-    'moep': ('moep', dict(n_parallel=2, n_embd_parallel=16, n_head_parallel=2)),
-    'moep_swiglu': ('moep', dict(n_parallel=1, n_embd_parallel=16, n_head_parallel=2, swiglu=True)),
-    'gpt2': ('moep', dict(n_parallel=0)),
-    'gpt2_untied': ('moep', dict(n_parallel=0, tied=False)),
-    'papaformer': ('papaformer', dict(path_embd=[16, 16], path_head=[2, 2])),
-    'gumbel': ('papaformer', dict(path_embd=[16, 16], path_head=[2, 2], connection='gumbel2')),
-    'llama': ('papaformer', dict(n_parallel=0)),
-    'moduleformer': ('moduleformer', dict(n_att=4, n_ffd=4, d_att=16, d_ffd=16, new_att=1,
-                                          new_ffd=1)),
-    'pruned': ('moduleformer', dict(n_att=[2, 3], n_ffd=[4, 2], d_att=16, d_ffd=16)),
-    'molm': ('moduleformer', dict(n_att=3, n_ffd=3, d_att=16, d_ffd=16, released=True)),
-    'selfmoe': ('selfmoe', dict(n_kv_head=1, gate='matrix')),
-    'mistral': ('selfmoe', dict(n_kv_head=1, gate='vector', window=9, d_head=8, tied=True,
-                                rope_base=5e5, norm_eps=1e-5)),
-    'mixture': ('selfmoe', dict(n_kv_head=2, n_expert=4, top_k=2)),
-    'stlm': ('stlm', dict(n_kv_head=1, ffn_hidden=32)),
-    'shared': ('stlm', dict(n_kv_head=1, ffn_hidden=32, share='all', lora_rank=2)),
-    'dense': ('arena.dense', dict(n_expert=4, top_k=2)),
-    'depth': ('stlm_depth', dict(n_kv_head=1, ffn_hidden=32, n_layer=4, capacity=0.5)),
-}
+MODELS = {name: CASES[name][:2] for name in (
+    'moep', 'moep_swiglu', 'gpt2', 'gpt2_untied', 'papaformer', 'gumbel2', 'llama', 'moduleformer',
+    'inserted', 'molm', 'gate_matrix', 'mistral', 'mixture', 'stlm', 'stlm_all', 'dense_routed',
+    'stlm_depth')}
 
 
 def make_run(folder, data, name, keys, lora=False):
@@ -51,7 +34,8 @@ def make_run(folder, data, name, keys, lora=False):
     torch.manual_seed(0)
     module = importlib.import_module(name)
     tokenizer = load_tokenizer(data)
-    model = module.Model(module.Config(**{**TINY, 'vocab_size': tokenizer.n_vocab, **keys}))
+    keys = dict(keys, vocab_size=tokenizer.n_vocab, block_size=24)
+    model = module.Model(module.Config(**keys))
     if lora:
         add_lora(model, rank=2)
     for p in model.parameters():                         # gates and adapters start at zero
