@@ -1,4 +1,4 @@
-"""MoEP on the toy stories: 0.7M parameters learn the grammar in a few minutes on two CPU cores."""
+"""MoEP on the toy stories: 0.7M parameters learn the grammar in a minute on two CPU cores."""
 model = 'moep'
 data = 'toy_stories'
 

@@ -248,7 +248,7 @@ def main():
             load = ' '.join(f'{100 * part:.0f}' for part in layer['load'])
             bits, chance = layer['by_class']
             shared = f'{bits:.3f} bits shared with the token class ({chance:.3f} by chance)'
-            print(f"  {layer['name']:16} {shared}; load in percent: {load}")
+            print(f"  {layer['name']:16} {shared}; share of the gates, %: {load}")
         for note in run['notes']:
             print(f'  {note}')
     names = [Path(run['folder']).name for run in runs] if len(runs) > 1 else []
