@@ -105,7 +105,7 @@ def moep():
 
 @large
 def moep_entities():
-    """Entity Tracking: the paper's scores, ours, and those of rules that read no text."""
+    """Entity Tracking: the paper's scores, ours, and a rule's that reads no text."""
     here = group(read('babylm2025'), 'run')
     score = lambda kind: statistics.mean(run['entity_tracking'] for run in here[kind])
     printed = {kind: row[2] for kind, row in tables.PAPER_TABLE_1.items()}
@@ -149,7 +149,7 @@ def moep_routes():
 
 @large
 def lookup():
-    """How much of a choice is known from the token, its class, and its data set: the mean over
+    """How much of a choice is known from the token, its class, and its data set: over all
     layers, less what shuffled choices give."""
     pools = {'MoEP': ('moep_mix', ''), "ModuleFormer's attention": ('moduleformer', 'att'),
              "ModuleFormer's FFNs": ('moduleformer', 'ffd')}
