@@ -17,7 +17,7 @@ What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fa
 section: where it is used, a comment says in plain code what it computes.
 Measured on the toy stories (0.5M tokens, three seeds, each at the rate its sweep chose): dense loss
 1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
-1.256 bits per byte, with Muon 1.233 (docs/arena.md).
+1.256 bits per byte, with Muon 1.233; routed, a fifth of the choices dropped, 1.224 (docs/arena.md).
 
 Choices, and their reasons:
 - No gains: the matrix after most norms can hold one as well (not after those of the embeddings, of
@@ -52,6 +52,7 @@ class DenseConfig:
     top_k: int = 1                    # K: experts that each token takes
     n_shared: int = 0                 # more experts, which every token takes
     dropout: float = 0.1              # on embeddings, attention and both residual branches
+    drop_expert: float = 0.0          # share of a token's choices that is dropped in training
     sparse: bool = True               # False: all E experts for every token, then drop E - K
 
     def __post_init__(self):
@@ -193,6 +194,8 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
+        # In training now and then a choice is dropped; the others count 1 / (1 - drop_expert).
+        gate_NK = F.dropout(gate_NK, self.config.drop_expert, self.training)
         if not self.config.sparse:                       # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)

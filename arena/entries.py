@@ -115,6 +115,9 @@ muon = linear | dict(optimizer='muon', learning_rate=5e-3, muon_rate=4.0)
 
 dense = base | dict(model='arena.dense', n_layer=12)
 experts = dense | dict(n_expert=16, top_k=4, aux_weights=dict(balance=0.01))
+shared = experts | muon | dict(n_expert=8, top_k=2, n_shared=2)
+loop = dense | muon | dict(model='arena.loop', n_layer=6, n_head=10, n_embd=640, hidden=1920,
+                           d_token=192)
 llama = base | dict(model='papaformer', n_parallel=0)
 moep_unbalanced = base | dict(
     model='moep', n_layer=2, n_parallel=10, n_head_parallel=3, n_embd_parallel=192,
@@ -147,10 +150,14 @@ BABY = dict(
     dense_moe=experts | linear | dict(n_layer=10, n_head=4, n_embd=256, n_expert=8, top_k=2),
     dense_moe_flops=experts | linear,
     dense_moe_muon_flops=experts | muon,
-    dense_moe_shared_muon_flops=experts | muon | dict(n_expert=8, top_k=2, n_shared=2),
+    dense_moe_shared_muon_flops=shared,
+    dense_moe_shared_muon_flops_drop_expert=shared | dict(drop_expert=0.2),
     dense_muon_short=[
         dense | muon | dict(seq_len=64, stride=16, epochs=5, batch_size=512, schedule='constant'),
         recipe | muon | dict(model='arena.dense', init_from=0, epochs=5, warmup_iters=20)],
+
+    loop=loop,
+    loop_routed=loop | dict(n_expert=64, top_k=8, aux_weights=dict(balance=0.01)),
 
     moep=moep,
     moep_flops=moep | dict(n_parallel=13),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from arena import dense
 from arena.dense import Dense, DenseConfig
@@ -13,8 +14,8 @@ from oracles import compare, rms, same_routes, tokens, turn
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
 LOOP = dict(SMALL, hidden=24, d_token=8)
-FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False), LOOP,
-         dict(LOOP, n_expert=5, top_k=2)]
+FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False),
+         dict(ROUTED, drop_expert=0.4), LOOP, dict(LOOP, n_expert=5, top_k=2)]
 
 
 def make(config, dtype=torch.float64):
@@ -53,14 +54,16 @@ def expert(x, fc, down):
     return down @ (torch.clamp(fc @ x, min=0) ** 2)
 
 
-def feed_forward(ffn, x, c, log):
+def feed_forward(ffn, x, c, log, kept_NK):
     if c.n_expert == 1:
         return expert(x, ffn.fc.weight, ffn.down.weight)
     score = torch.exp(ffn.router.linear.weight @ x)
     best = sorted(range(c.n_expert), key=lambda e: -score[e].item())[:c.top_k]
     gates = {e: score[e] / sum(score[i] for i in best) for e in best}
+    kept_K = kept_NK[len(log)]                           # 0 if dropped, else 1 / (1 - drop_expert)
     log.append((score / score.sum(), gates))
-    y = sum(c.top_k * g * expert(x, ffn.fc[e].T, ffn.down[e].T) for e, g in gates.items())
+    y = sum(c.top_k * g * kept * expert(x, ffn.fc[e].T, ffn.down[e].T)
+            for (e, g), kept in zip(gates.items(), kept_K))
     return y + expert(x, ffn.shared.fc.weight, ffn.shared.down.weight) if c.n_shared else y
 
 
@@ -71,11 +74,14 @@ def oracle(model, idx):
     head = model.head.weight @ model.narrow.weight if is_loop else model.wte.weight
     rows = []
     routed = [[] for _ in model.blocks]
+    torch.manual_seed(5)                                 # as in compare
+    ones_NK = torch.ones(idx.numel(), c.top_k, dtype=torch.float64)
+    kept = [F.dropout(ones_NK, c.drop_expert) for _ in model.blocks]
     for row in idx:
         x = [rms(model.wte(i)) for i in row]
-        for b, log in zip(model.blocks, routed):
+        for b, log, kept_NK in zip(model.blocks, routed, kept):
             x = [v + a for v, a in zip(x, attention(b, [rms(v) for v in x], c))]
-            x = [v + feed_forward(b.ffn, rms(v), c, log) for v in x]
+            x = [v + feed_forward(b.ffn, rms(v), c, log, kept_NK) for v in x]
         rows.append(torch.stack([head @ rms(v) for v in x]))
     aux = dict(balance=0) if c.n_expert > 1 else {}
     for log in routed if aux else []:
@@ -94,6 +100,7 @@ def test_oracle(config):
     y[0, 3] = -1
     logits, aux, gates = oracle(model, x)
     compare(model, x, y, logits, aux, dict.fromkeys(aux, 0.3))
+    torch.manual_seed(5)                                 # the same choices are dropped again
     same_routes(model.routes(x), gates)
 
 
