@@ -52,7 +52,7 @@ class DenseConfig:
     top_k: int = 1                    # K: experts that each token takes
     n_shared: int = 0                 # more experts, which every token takes
     dropout: float = 0.1              # on embeddings, attention and both residual branches
-    drop_expert: float = 0.0          # share of a token's choices that is dropped in training
+    drop_expert: float = 0.0          # in training a choice is left out with this probability
     sparse: bool = True               # False: all E experts for every token, then drop E - K
 
     def __post_init__(self):
@@ -60,7 +60,9 @@ class DenseConfig:
             f'a width of {self.n_embd} has no {self.n_head} heads of even width'
         assert 1 <= self.top_k <= self.n_expert, \
             f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
-        assert not self.n_shared or self.n_expert > 1, 'n_shared needs n_expert > 1'
+        assert self.n_expert > 1 or not (self.n_shared or self.drop_expert), \
+            'n_shared and drop_expert need n_expert > 1'
+        assert 0 <= self.drop_expert < 1, f'drop_expert = {self.drop_expert} is a probability'
         assert 4 * self.n_embd % (self.top_k + self.n_shared) == 0, \
             'top_k + n_shared must divide 4 * n_embd: it sets the width of an expert'
 
@@ -194,7 +196,8 @@ class Experts(nn.Module):
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        # In training now and then a choice is dropped; the others count 1 / (1 - drop_expert).
+        # Left-out choices have a gate of 0, the others count 1 / (1 - drop_expert). The balance
+        # loss and routes() still see all of them.
         gate_NK = F.dropout(gate_NK, self.config.drop_expert, self.training)
         if not self.config.sparse:                       # now K = E; the gate is 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)

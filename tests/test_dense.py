@@ -14,7 +14,7 @@ from oracles import compare, rms, same_routes, tokens, turn
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
 LOOP = dict(SMALL, hidden=24, d_token=8)
-FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False),
+FORMS = [SMALL, ROUTED, dict(ROUTED, n_shared=0, top_k=2, sparse=False, drop_expert=0.4),
          dict(ROUTED, drop_expert=0.4), LOOP, dict(LOOP, n_expert=5, top_k=2)]
 
 
