@@ -32,6 +32,7 @@ muon = dict(optimizer='muon', muon_rate=6.0)
 
 dense = base | dict(model='arena.dense', n_layer=4, n_head=3, dropout=0.0, learning_rate=1.6e-2)
 experts = dense | dict(n_expert=16, top_k=4, aux_weights=dict(balance=0.01), learning_rate=8e-3)
+shared = experts | muon | dict(n_expert=8, top_k=2, n_shared=2)
 loop = dense | muon | dict(model='arena.loop', n_head=4, n_embd=128, hidden=192, d_token=64,
                            learning_rate=8e-3)
 moep_unbalanced = base | dict(
@@ -62,7 +63,8 @@ TOY = dict(
                              learning_rate=1.6e-2),
     dense_moe_flops=experts,
     dense_moe_muon_flops=experts | muon,
-    dense_moe_shared_muon_flops=experts | muon | dict(n_expert=8, top_k=2, n_shared=2),
+    dense_moe_shared_muon_flops=shared,
+    dense_moe_shared_muon_flops_drop_expert=shared | dict(drop_expert=0.2),
     loop=loop,
     loop_routed=loop | dict(n_expert=24, top_k=4, aux_weights=dict(balance=0.01),
                             learning_rate=4e-3),
