@@ -189,7 +189,7 @@ CACHEABLE = {'torch.amp.autocast_mode._enter_autocast': '1',
 def compile_model(model, as_one_graph=False, recomputed=False):
     """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
-    As a whole it compiles for longer, and a step is up to 5% faster (docs/speed.md).
+    As a whole it compiles for longer, and a step of GPT-2 is 1% faster (docs/speed.md).
     recomputed: backward runs the compiled layers again.
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
     warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
