@@ -62,7 +62,7 @@ class DenseConfig:
             f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
         assert self.n_expert > 1 or not (self.n_shared or self.drop_expert), \
             'n_shared and drop_expert need n_expert > 1'
-        assert 0 <= self.drop_expert < 1, f'drop_expert = {self.drop_expert} must be from 0 to below 1'
+        assert 0 <= self.drop_expert < 1, f'drop_expert = {self.drop_expert} must be in [0, 1)'
         assert 4 * self.n_embd % (self.top_k + self.n_shared) == 0, \
             'top_k + n_shared must divide 4 * n_embd: it sets the width of an expert'
 
