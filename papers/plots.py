@@ -346,8 +346,8 @@ def arena():
                   color='green', fontsize=24)
     axis.set(xlabel='cost: MFLOPs of training per token', xlim=(32, 272), ylim=(1.21, 1.49),
              ylabel='bits per byte after ten passes over 10M words')
-    axis.set_title('On this text, routing pays at ten passes\n'
-                   'if choices are dropped in training', fontsize=26, weight='bold')
+    axis.set_title('At ten passes the best model is routed,\n'
+                   'and drops choices in training', fontsize=26, weight='bold')
     axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
     return figure
 
