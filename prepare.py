@@ -30,7 +30,7 @@ from plumbing.bpe import train_bpe
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
-from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_tokenizer,
+from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
                                 rank_tokenizer, ranks_blob, wrap_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
@@ -112,10 +112,11 @@ def read_text(path, split):
 # ---- Documents -> a data set --------------------------------------------------------------------
 
 def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, seed=1337,
-                   overwrite=False, source=(), **settings):
+                   overwrite=False, source=(), no_copies=None, **settings):
     """
     documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    form: ('chunks', 12), for instance; settings: what else meta.json shall say.
+    form: ('chunks', 12), for instance; no_copies: data sets (see leave_out_copies), or None;
+    settings: what else meta.json shall say.
     """
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
@@ -124,6 +125,8 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
+        if no_copies is not None:
+            spans['train'] = leave_out_copies(work, spans, no_copies)
         if not spans['train']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
                             'or one document only, and validation needs one (see --split)')
@@ -135,7 +138,8 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
             (work / tokenizer.file).write_bytes(tokenizer.blob)
         meta = dict(name=target.name, source=list(source), splits={}, dtype=tokenizer.dtype,
                     tokenizer=tokenizer.about(),
-                    settings=dict(settings, seed=seed, val_fraction=val_fraction))
+                    settings=dict(settings, seed=seed, val_fraction=val_fraction,
+                                  no_copies=no_copies))
         (work / 'meta.json').write_text(json.dumps(meta))        # encode_batch loads the tokenizer
         for split in spans:
             meta['splits'][split] = encode_split(work, split, spans[split], tokenizer, jobs)
@@ -164,6 +168,20 @@ def read_spans(folder, spans):
         for offset, length in spans:
             file.seek(offset)
             yield file.read(length).decode('utf-8')
+
+
+def leave_out_copies(work, spans, folders):
+    """The training documents that share no line of 60 characters or more with validation text,
+    their own or that of other data sets."""
+    others = [load_tokenizer(folder).decode(np.fromfile(
+        Path(folder, 'val.bin'), load_meta(folder)['dtype']), end=b'\n') for folder in folders]
+    texts = itertools.chain(others, read_spans(work, spans['val']))
+    lines = {line for text in texts for line in text.split('\n') if len(line) >= 60}
+    kept = [span for span, text in zip(spans['train'], read_spans(work, spans['train']))
+            if lines.isdisjoint(text.split('\n'))]
+    left_out = len(spans['train']) - len(kept)
+    print(f'{left_out:,} training documents share a long line with validation text: left out')
+    return kept
 
 
 def batches(spans, size):
@@ -322,6 +340,9 @@ def read_arguments(argv):
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
     parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
                         help='share of documents for validation, if no file is for that')
+    parser.add_argument('--no_copies', nargs='*', metavar='data/NAME',
+                        help='leave out training documents that share a long line with the '
+                             'validation text, or with that of other data sets')
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
@@ -358,7 +379,7 @@ def main(argv=None):
     source = [args.what, *(path.name for _, path in files)]
     documents = ((split, text) for split, path in files for text in read_documents(path, **how))
     write_data_set(target, documents, tokenizer, form, args.val_fraction, args.seed,
-                   args.overwrite, source, **how)
+                   args.overwrite, source, args.no_copies, **how)
 
 
 if __name__ == '__main__':

@@ -65,6 +65,7 @@ TOY = dict(
     dense_moe_muon_flops=experts | muon,
     dense_moe_shared_muon_flops=shared,
     dense_moe_shared_muon_flops_drop_expert=shared | dict(drop_expert=0.2),
+    dense_muon_drop_expert=shared | dict(n_expert=2, aux_weights={}, drop_expert=0.2),
     loop=loop,
     loop_routed=loop | dict(n_expert=24, top_k=4, aux_weights=dict(balance=0.01),
                             learning_rate=4e-3),
@@ -154,6 +155,7 @@ BABY = dict(
     dense_moe_muon_flops=experts | muon,
     dense_moe_shared_muon_flops=shared,
     dense_moe_shared_muon_flops_drop_expert=shared | dict(drop_expert=0.2),
+    dense_muon_drop_expert=shared | dict(n_expert=2, aux_weights={}, drop_expert=0.2),
     dense_muon_short=[
         dense | muon | dict(seq_len=64, stride=16, epochs=5, batch_size=512, schedule='constant'),
         recipe | muon | dict(model='arena.dense', init_from=0, epochs=5, warmup_iters=20)],

@@ -1,14 +1,14 @@
 """
 Where does routing pay? The same 50M tokens, read from more and more text: 20 to 1.65 passes.
 
-    python -m papers.passes                  # 24 runs, about a minute each on one H200
+    python -m papers.passes                  # 36 runs, about a minute each on one H200
 
 Our rows are in papers/results/passes.jsonl, from which papers.plots draws docs/passes.png.
 
-It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token, on
-the first part of four data sets together: the same share of each, so that the mix stays the same.
-Seed 2 reads the next part, so that the spread shows what the choice of text does. Both models of a
-seed read the same. Every run is scored on all four validation sets, as bits per byte of all bytes.
+It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token,
+without and with dropped choices, on the first part of four data sets together: the same share of
+each, so that the mix stays the same. Seed 2 reads the next part, so that the spread shows what the
+choice of text does. All models of a seed read the same. Every run is scored on all four validation sets, as bits per byte of all bytes.
 The data sets need one tokenizer; docs/arena.md has the commands. What has its row is not run again.
 """
 
@@ -22,7 +22,8 @@ from plumbing.text import read_log
 from plumbing.tokenizer import load_meta
 
 SETS = 'babylm', 'simplewiki', 'stories', 'math'
-MODELS = dict(dense='dense_muon', routed='dense_moe_shared_muon_flops')
+MODELS = dict(dense='dense_muon', routed='dense_moe_shared_muon_flops',
+              dropped='dense_moe_shared_muon_flops_drop_expert')
 SIZES = 2.5e6, 5e6, 10e6, None                           # tokens of text; None: all
 STEPS = 1526                                             # of 64 windows of 512 tokens: 50M
 
@@ -68,9 +69,9 @@ def main():
                     rows[model, size, seed] = row = train(model, size, seed)
                     with open(args.to, 'a', encoding='utf-8') as file:
                         file.write(json.dumps(row) + '\n')
-            dense, routed = (rows[model, size, seed] for model in MODELS)
-            print(f"{dense['passes']:.3g} passes, seed {seed}: {dense['bits_per_byte']:.4f} bits "
-                  f"per byte dense, {routed['bits_per_byte']:.4f} routed", flush=True)
+            bits = {model: rows[model, size, seed]['bits_per_byte'] for model in MODELS}
+            print(f"{rows['dense', size, seed]['passes']:.3g} passes, seed {seed}, bits per byte:",
+                  ', '.join(f'{model} {value:.4f}' for model, value in bits.items()), flush=True)
 
 
 if __name__ == '__main__':

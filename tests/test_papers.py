@@ -26,7 +26,7 @@ from train import as_tensor, load_bin, val_batches
 # ---- passes -------------------------------------------------------------------------------------
 
 def test_passes(data_dir, tmp_path, monkeypatch):
-    """Both models of a seed read the same share of every set; what has its row is not run again."""
+    """All models of a seed read the same share of every set; what has its row is not run again."""
     tiny = dict(TINY, model='moep', n_parallel=0, vocab_size=2048, batch_size=2, eval_tokens=64,
                 learning_rate=1e-3, stride=8, epochs=1, epoch_words=1)
     monkeypatch.setitem(passes.ENTRIES, 'baby', {name: tiny for name in passes.MODELS.values()})
@@ -41,14 +41,14 @@ def test_passes(data_dir, tmp_path, monkeypatch):
         done = run_here('papers.passes', ['passes', '--to=rows.jsonl'], tmp_path)
         assert not done.returncode, done.stderr
     rows = [json.loads(line) for line in open(tmp_path / 'rows.jsonl')]
-    assert len(rows) == len(commands) == 2 * 2 * 3
+    assert len(rows) == len(commands) == 3 * 2 * 3
     assert done.stdout.count('passes, seed') == 6
     sizes = {name: load_meta(data_dir / name)['splits'] for name in passes.SETS}
     total = sum(size['train']['tokens'] for size in sizes.values())
     parts = [next(arg for arg in args if arg.startswith('--data=')) for args in commands]
-    assert parts[0] == parts[1] == "--data={'toy_stories': (0.0, %s), 'toy_math': (0.0, %s)}" % (
+    assert parts[0] == parts[1] == parts[2] == "--data={'toy_stories': (0.0, %s), 'toy_math': (0.0, %s)}" % (
         1000 / total, 1000 / total)
-    assert parts[4] != parts[0]                          # the next seed, the next part
+    assert parts[6] != parts[0]                          # the next seed, the next part
     val_bytes = [size['val']['bytes'] for size in sizes.values()]
     for row in rows:
         assert math.isclose(row['passes'], 2 * 2 * 32 / (row['size'] or total))
