@@ -355,27 +355,19 @@ def arena():
 @large
 def passes():
     """What routing gains, by passes over the text: the same tokens read from less and less text.
-    Means of three seeds, with their 95% intervals, over three validation texts: in some of the runs
-    a part of the fourth, babylm's, stood in the training text."""
+    Means of three seeds, with their 95% intervals."""
     figure, axis = plt.subplots(figsize=(11.6, 8.5))
-    means, ticks = {'routed': {}, 'dropped': {}}, {}
-    for rows in group(read('passes'), 'size').values():
-        bits = {(row['entry'], row['seed']): statistics.mean(
-            row['val'][name] for name in ('simplewiki', 'stories', 'math')) for row in rows}
-        x = rows[0]['passes']
-        ticks[x] = f"{x:.3g}\n{rows[0]['tokens'] / x / 1e6:.2g}M"
-        for kind, colour in (('routed', 'black'), ('dropped', ROUTED)):
-            gaps = [bits['dense', seed] - bits[kind, seed] for seed in (1, 2, 3)]
-            means[kind][x] = statistics.mean(gaps)
-            reach = 4.303 * statistics.stdev(gaps) / 3 ** 0.5    # Student's t of three seeds
-            axis.errorbar(x, means[kind][x], reach, fmt='o', color=colour, ms=13, capsize=10, lw=3)
+    points = sorted(tables.gaps_by_passes())
+    passes = [x for x, *_ in points]
+    for kind, colour in (('routed', 'black'), ('dropped', ROUTED)):
+        means, reaches = zip(*(gaps[kind] for *_, gaps in points))
+        axis.errorbar(passes, means, reaches, fmt='o--', color=colour, ms=13, capsize=10, lw=1,
+                      elinewidth=3)
+        for x, gap in zip(passes, means):
             is_higher = (kind == 'routed') == (x < 6)    # of the two curves
-            axis.annotate(f'{means[kind][x]:+.3f}'.replace('-', '−'), (x, means[kind][x]),
+            axis.annotate(f'{gap:+.3f}'.replace('-', '−'), (x, gap),
                           (14, 14) if is_higher else (-84, -40), textcoords='offset points',
                           color=colour)
-
-    axis.plot(*zip(*sorted(means['routed'].items())), color='black', lw=1, ls='--', zorder=0)
-    axis.plot(*zip(*sorted(means['dropped'].items())), color=ROUTED, lw=1, ls='--', zorder=0)
     axis.axhline(0, color='black')
     axis.axhspan(0, 1, color=ROUTED, alpha=0.12, lw=0)
     axis.text(0.97, 0.92, 'routed is better', fontsize=24, ha='right', transform=axis.transAxes)
@@ -388,7 +380,7 @@ def passes():
              ylabel='bits per byte, dense minus routed\n(log scale beyond ±0.02)')
     axis.set_yticks([-0.3, -0.1, -0.02, 0, 0.02], ['−0.3', '−0.1', '−0.02', '0', '+0.02'])
     axis.set_yticks([], minor=True)
-    axis.set_xticks([*ticks], ticks.values())
+    axis.set_xticks(passes, [f'{x:.3g}\n{tokens / 1e6:.2g}M' for x, tokens, *_ in points])
     axis.set_xticks([], minor=True)
     axis.set_title('Routing pays while the text is new;\ndropped choices soften repetition',
                    fontsize=26, weight='bold', pad=14)

@@ -128,10 +128,10 @@ class CUDAGraphStep:
     for the host to launch some thousand kernels one by one; a graph launches them all at once.
 
     After some plain calls with the same shapes, the next one records the kernels, and later ones
-    replay them. Python runs
-    only before and while recording, so what changes between calls must live in tensors that stay:
-    inputs, weights, the optimiser's state and learning rate. The results are the same tensors every
-    time: read them before the next call. Where a graph is not possible, this is just fn."""
+    replay them. Python runs only before and while recording, so what changes between calls must
+    live in tensors that stay: inputs, weights, the optimiser's state and learning rate. The results
+    are the same tensors every time: read them before the next call. Where a graph is not possible,
+    this is just fn."""
 
     def __init__(self, fn, machine, wanted=True, plain_calls=3):
         self.fn = fn
