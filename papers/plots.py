@@ -346,7 +346,7 @@ def arena():
                   color='green', fontsize=24)
     axis.set(xlabel='cost: MFLOPs of training per token', xlim=(32, 272), ylim=(1.21, 1.49),
              ylabel='bits per byte after ten passes over 10M words')
-    axis.set_title('At ten passes the best model is routed,\n'
+    axis.set_title('After ten passes the best entry is routed,\n'
                    'and drops choices in training', fontsize=26, weight='bold')
     axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
     return figure
@@ -372,10 +372,10 @@ def passes():
     axis.axhspan(0, 1, color=ROUTED, alpha=0.12, lw=0)
     axis.text(0.97, 0.92, 'routed is better', fontsize=24, ha='right', transform=axis.transAxes)
     axis.text(0.03, 0.05, 'dense is better', fontsize=24, transform=axis.transAxes)
-    axis.text(13.8, -0.011, 'a fifth of the\nchoices dropped', color=ROUTED, fontsize=22)
-    axis.text(3.3, -0.016, 'none dropped', fontsize=22)
+    axis.text(14.4, -0.0135, 'a fifth of\nits choices\ndropped', color=ROUTED, fontsize=20)
+    axis.text(3.5, -0.016, 'none dropped', fontsize=20)
     axis.set_yscale('symlog', linthresh=0.02)            # near 0 as it is, further away by powers
-    axis.set(xlabel='passes over the text, and its tokens; 50M are read', xscale='log',
+    axis.set(xlabel='passes over the text, and its tokens; 50M are read in all', xscale='log',
              xlim=(1, 36), ylim=(-0.8, 0.06),
              ylabel='bits per byte, dense minus routed\n(log scale beyond ±0.02)')
     axis.set_yticks([-0.3, -0.1, -0.02, 0, 0.02], ['−0.3', '−0.1', '−0.02', '0', '+0.02'])
