@@ -374,8 +374,6 @@ def widen(model, machine):
 def find_run(out, s, keys, machine):
     """The checkpoint that --resume continues, or None if a new run starts. A resumed run keeps its
     model and data; what else has changed is printed."""
-    if (out / 'train.bin').exists():
-        raise UserError(f'{out} is a data set: set another --out_dir')
     is_plan = s.max_iters == 0 and not s.surgery
     if is_plan or s.overwrite or not any(out.glob('ckpt*.pt')):
         if s.resume and not is_plan:
@@ -462,8 +460,7 @@ def fast_step(model, optimizer, data, s, machine, steps):
     recomputed = s.checkpoint_activations
     by_default = machine.cuda and steps >= 200           # compiling takes half a minute
     if not is_sharded and (by_default if s.compile is None else s.compile):
-        as_one_graph = steps >= 50_000 and not recomputed        # pays only in a long run
-        model = compile_model(model, as_one_graph, recomputed)
+        model = compile_model(model, recomputed)
     if machine.world > 1 and not is_sharded:             # copies that add up their gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, data, s, machine)

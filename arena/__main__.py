@@ -278,7 +278,7 @@ def main():
         failures, missing = make_missing(entries, wanted, None, path, args.track)
         show(args.track, args.results, args.entries)
         if missing and args.results == RESULTS:
-            call('papers/tables.py')                     # the tables of docs/arena.md
+            call('papers.tables')                     # the tables of docs/arena.md
     for name, reason in failures.items():
         print(f'{name}: {reason}')
     if unfinished := {name for name, _, _ in missing} & {*failures}:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lab.checks import CHECKS, HINTS, PLACES
-from plumbing.cli import Parser, UserError, run_main
+from plumbing.cli import Parser, between, run_main
 
 FILES = [Path(__file__).with_name(f'{name}.py') for name in CHECKS]
 
@@ -82,12 +82,11 @@ def show(path, details):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument('number', nargs='?', type=int, help='of an exercise; all if not given')
-    parser.add_argument('--hint', type=int, metavar='NUMBER', help='give a hint for this exercise')
+    number = between(1, len(FILES))
+    parser.add_argument('number', nargs='?', type=number, help='of an exercise; all if not given')
+    parser.add_argument('--hint', type=number, metavar='NUMBER',
+                        help='give a hint for this exercise')
     args = parser.parse_args()
-    for number in (args.number, args.hint):
-        if number is not None and not 1 <= number <= len(FILES):
-            raise UserError(f'there is no exercise {number}; they are 1 to {len(FILES)}')
     if args.hint:
         print(HINTS[FILES[args.hint - 1].stem].strip())
         return

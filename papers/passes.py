@@ -8,8 +8,9 @@ Our rows are in papers/results/passes.jsonl, from which papers.plots draws docs/
 It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token,
 without and with dropped choices, on the first part of four data sets together: the same share of
 each, so that the mix stays the same. Seed 2 reads the next part, so that the spread shows what the
-choice of text does. All models of a seed read the same. Every run is scored on all four validation sets, as bits per byte of all bytes.
-The data sets need one tokenizer; docs/arena.md has the commands. What has its row is not run again.
+choice of text does. All models of a seed read the same. Every run is scored on all four validation
+sets, as bits per byte of all bytes. The data sets need one tokenizer; docs/arena.md has the
+commands. What has its row is not run again.
 """
 
 import json

@@ -29,18 +29,13 @@ def document_starts(folder, tokenizer, num, length):
     return torch.from_numpy(prompts.astype(np.int64))
 
 
-def path_accuracy(choices, path):
-    """The share of (prompts, layers) choices that are their prompt's path; the mix is wrong."""
-    return (choices == path[:, None]).float().mean().item()
-
-
 def summarise(choices, path, n):
     """(prompts, layers) choices of one domain -> the share of each of n, and of the right one"""
     def shares(choices):
         return [(choices == i).float().mean().item() for i in range(n)]
-    right = path_accuracy(choices, torch.full((len(choices),), path))
+    share = shares(choices)
     layers = [shares(layer) for layer in choices.T]
-    return dict(prompts=len(choices), share=shares(choices), layers=layers, right=right)
+    return dict(prompts=len(choices), share=share, layers=layers, right=share[path])
 
 
 def main():
@@ -72,8 +67,8 @@ def main():
         result[name] = row = summarise(choices, path, len(names))
         shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
         print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")
-    paths = [torch.full((len(choices),), path) for path, choices in enumerate(by_domain)]
-    result['accuracy'] = path_accuracy(torch.cat(by_domain), torch.cat(paths))
+    right = torch.cat([choices == path for path, choices in enumerate(by_domain)])
+    result['accuracy'] = right.float().mean().item()
     print(f"all: {100 * result['accuracy']:.1f}% right")
     if args.json:
         write_json(args.json, result)

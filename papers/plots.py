@@ -9,8 +9,6 @@ import re
 import statistics
 import sys
 
-import matplotlib
-matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
 

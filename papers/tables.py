@@ -12,14 +12,12 @@ import json
 import re
 import statistics
 import sys
-from pathlib import Path
+from functools import partial
 
-ROOT = Path(__file__).resolve().parent.parent
+from arena import leaderboard
+from plumbing.settings import ROOT
+
 RESULTS = ROOT / 'papers' / 'results'
-sys.path.insert(0, str(ROOT))
-
-from arena import leaderboard  # noqa: E402
-
 GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
 PAPAFORMER = dict(
     path1='Path_1',
@@ -132,12 +130,7 @@ def join(*cells):
 def spread(values, digits):
     """The mean, and the standard deviation if there are several values. None is left out."""
     values = [value for value in values if value is not None]
-    if not values:
-        return '-'
-    mean = f'{statistics.mean(values):.{digits}f}'
-    if len(values) == 1:
-        return mean
-    return f'{mean} ± {statistics.stdev(values):.{digits}f}'
+    return leaderboard.spread(values, digits) if values else '-'
 
 
 def millions(count):
@@ -376,12 +369,8 @@ def methods(how):
         yield join(names[kind], f"{seeds[0]['trained'] / 1e6:.2f}M", *cells, blimp(seeds))
 
 
-def moduleformer_joint():
-    return methods('joint')
-
-
-def moduleformer_life():
-    return methods('life')
+moduleformer_joint = partial(methods, 'joint')
+moduleformer_life = partial(methods, 'life')
 
 
 def moduleformer_prune():

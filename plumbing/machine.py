@@ -28,8 +28,6 @@ class Machine:
         self.device = find_device(device)
         self.cuda = self.device.type == 'cuda'
         self.rng = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
-        if dtype not in ('auto', 'bfloat16', 'float32'):
-            raise UserError(f"dtype is '{dtype}'; it can be auto, bfloat16 or float32")
         if dtype == 'auto':                              # a T4 or V100 has no bfloat16
             has_it = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
             dtype = 'bfloat16' if has_it else 'float32'
@@ -186,10 +184,9 @@ CACHEABLE = {'torch.amp.autocast_mode._enter_autocast': '1',
              'torch.amp.autocast_mode._exit_autocast': '1'}
 
 
-def compile_model(model, as_one_graph=False, recomputed=False):
+def compile_model(model, recomputed=False):
     """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
-    As a whole it compiles for longer, and a step of GPT-2 is 1% faster (docs/speed.md).
     recomputed: backward runs the compiled layers again.
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
     warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
@@ -209,9 +206,8 @@ def compile_model(model, as_one_graph=False, recomputed=False):
     tensors = (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, kept))
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     is_layer = lambda block: type(block).__name__.endswith(('Block', 'Layer'))
-    layers = [] if as_one_graph else filter(is_layer, blocks(twin))
     forwards = {}
-    for layer in layers:
+    for layer in filter(is_layer, blocks(twin)):
         kind = type(layer)
         if kind not in forwards:
             forward = compiled(kind.forward)

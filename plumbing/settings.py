@@ -76,7 +76,7 @@ class Settings:
     freeze: bool = False                   # train only what the surgery adds, such as gates
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
-    dtype: str = 'auto'                    # auto (bfloat16 if a GPU has it), bfloat16 or float32
+    dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto'   # auto: bfloat16 if a GPU has it
     compile: bool | None = None            # torch.compile; default: on cuda, for 200 steps or more
     graph: bool = True                     # capture the step as a CUDA graph if possible
     deterministic: bool = False            # on a GPU: the same bits every time, somewhat slower

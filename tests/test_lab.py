@@ -57,7 +57,7 @@ def test_an_error_names_its_line(tmp_path):
 def test_the_command(run):
     assert '0 of 8 are green' in run('lab.__main__', here=True, code=1).stdout
     assert 'index_add_' in run('lab.__main__', '--hint', 3, here=True).stdout
-    assert 'they are 1 to 8' in run('lab.__main__', 9, code=2).stderr
+    assert 'not between 1 and 8' in run('lab.__main__', 9, code=2).stderr
 
 
 @pytest.mark.parametrize('name', CHECKS)

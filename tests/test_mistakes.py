@@ -82,7 +82,7 @@ def one_line(done, script):
     ([*NEW, '--aux_weights=dict(balance=1.0)'], 'block_balance'),
     ([*NEW, '--dropout_schedule=late'], 'set_dropout'),
     ([*NEW, '--device=tpu'], 'see --device'),
-    ([*NEW, '--dtype=float16'], 'it can be auto, bfloat16 or float32'),
+    ([*NEW, '--dtype=float16'], 'it can be auto, bfloat16, float32'),
     ([*NEW, '--out_dir=a_file'], 'a_file'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
     ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),

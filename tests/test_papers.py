@@ -46,8 +46,9 @@ def test_passes(data_dir, tmp_path, monkeypatch):
     sizes = {name: load_meta(data_dir / name)['splits'] for name in passes.SETS}
     total = sum(size['train']['tokens'] for size in sizes.values())
     parts = [next(arg for arg in args if arg.startswith('--data=')) for args in commands]
-    assert parts[0] == parts[1] == parts[2] == "--data={'toy_stories': (0.0, %s), 'toy_math': (0.0, %s)}" % (
-        1000 / total, 1000 / total)
+    share = 1000 / total
+    first = f"--data={{'toy_stories': (0.0, {share}), 'toy_math': (0.0, {share})}}"
+    assert parts[0] == parts[1] == parts[2] == first
     assert parts[6] != parts[0]                          # the next seed, the next part
     val_bytes = [size['val']['bytes'] for size in sizes.values()]
     for row in rows:

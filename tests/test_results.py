@@ -18,7 +18,7 @@ each_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 
 
 def test_tables_are_those_of_the_results():
-    done = subprocess.run([sys.executable, ROOT / 'papers/tables.py', '--check'],
+    done = subprocess.run([sys.executable, '-m', 'papers.tables', '--check'], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

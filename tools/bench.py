@@ -142,28 +142,24 @@ class RandomTokens(Data):
         return starts.to(self.tokens.device)
 
 
-def make_step(model, s, T, machine):
-    """-> a function that takes a training step: train.py's own, or nanoGPT's."""
+def training(model, s, T, machine):
+    """One training step after another: train.py's own, or nanoGPT's."""
     s = replace(s, memory=0)
     rows = s.batch_size * s.gradient_accumulation_steps
     data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
     if hasattr(model, 'configure_optimizers'):
-        return nanogpt_step(model, data, s, machine)
-    step = fast_step(model.train(), make_optimizer(model, s, machine), data, s, machine, steps=200)
-    return lambda: step(data.next_starts())
-
-
-def training(model, s, T, machine):
-    """One training step after another."""
-    step = make_step(model, s, T, machine)
+        step = nanogpt_step(model, data, s, machine)
+    else:
+        optimizer = make_optimizer(model, s, machine)
+        ours = fast_step(model.train(), optimizer, data, s, machine, steps=200)
+        step = lambda: ours(data.next_starts())
     step()                                               # compiles, and allocates AdamW's state
     if machine.cuda:
         torch.cuda.reset_peak_memory_stats()
         for _ in range(3):                               # the third is recorded as a CUDA graph
             step()
     took = seconds(step, machine)
-    tokens = s.batch_size * s.gradient_accumulation_steps * T
-    return dict(tokens_per_s=tokens / took, ms=1e3 * took)
+    return dict(tokens_per_s=rows * T / took, ms=1e3 * took)
 
 
 @torch.no_grad()
@@ -198,7 +194,6 @@ def measure(row, args, machine, rate):
 
 
 # ---- The command line ---------------------------------------------------------------------------
-
 
 def show(row):
     rate = row['tokens_per_s']
