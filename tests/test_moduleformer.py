@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import moduleformer
 from moduleformer import (ModuleFormer, ModuleFormerConfig, Router, StickBreaking, absorb_inserted,
                           count_usage, insert_experts, prune_experts, stick_weights)
-from oracles import compare, same_routes, tokens
+from oracles import compare, gelu, same_routes, tokens
 
 SMALL = dict(vocab_size=37, block_size=8, n_layer=2, n_embd=16, n_att=4, d_att=8, n_head=2,
              n_ffd=5, d_ffd=12, top_k=2, d_router=16, query_block=4)
@@ -43,14 +43,13 @@ def attend(q, keys, values):
     """Eq. 3 to 5 for one query and the keys up to its own: the product form, the latest key
     first."""
     beta = [1 / (1 + torch.exp(-(k @ q) / math.sqrt(len(q)))) for k in keys]   # Eq. 3, with a scale
-    out, weights = 0, []
+    out = 0
     for i in range(len(keys)):
         p = beta[i]
         for j in range(i + 1, len(keys)):
             p = p * (1 - beta[j])                                                # Eq. 4
-        weights.append(p)
         out = out + p * values[i]
-    return out, torch.stack(weights)
+    return out
 
 
 def rows_of(stack):
@@ -61,8 +60,7 @@ def route(router, x, log):
     """Eq. 1, 2 and 9 for one token -> {module: gate}."""
     hidden = [torch.clamp(b @ x, min=0) for b in router.B.weight]
     if router.config.released:                           # IBM's: a bias, and exact GELU
-        inner = router.B.weight @ x + router.B.bias
-        hidden = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+        hidden = gelu(router.B.weight @ x + router.B.bias)
     score = [torch.exp(sum(a_i * h for a_i, h in zip(a, hidden))) for a in rows_of(router.A)]
     prob = [s / sum(score) for s in score]
     best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.config.top_k]
@@ -90,16 +88,13 @@ def attention_module(att, e, u, t, c):
             if c.released:
                 b_k, b_v = att.kv.bias[:c.d_att][part], att.kv.bias[c.d_att:][part]
             keys, values = [w_k @ x + b_k for x in u[:t + 1]], [w_v @ x + b_v for x in u[:t + 1]]
-        heads.append(attend(q[part], keys, values)[0])
+        heads.append(attend(q[part], keys, values))
     return rows_of(att.o)[e].T @ torch.cat(heads)
 
 
 def ffn_module(ffd, e, x):
-    h = rows_of(ffd.fc)[e].T @ x
-    if ffd.config.released:                              # GELU's tanh form
-        cubic = math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)
-        return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.tanh(cubic)))
-    return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.erf(h / math.sqrt(2))))
+    h = gelu(rows_of(ffd.fc)[e].T @ x, tanh=ffd.config.released)
+    return rows_of(ffd.down)[e].T @ h
 
 
 def losses(log, A):
@@ -115,7 +110,7 @@ def losses(log, A):
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), aux, {pool: [{module: gate} of each token]}"""
+    """-> logits (B, T, V), aux, {pool: [(probabilities, {module: gate}) of a token]}"""
     c, out = model.config, []
     logs = {f'blocks.{i}.{pool}': [] for i in range(c.n_layer) for pool in ('att', 'ffd')}
     for row in idx:
@@ -134,7 +129,7 @@ def oracle(model, idx):
     for name, log in logs.items():
         for kind, loss in losses(log, model.get_submodule(name).router.A).items():
             aux[kind] = aux.get(kind, 0) + loss
-    return torch.stack(out), aux, {name: [gates for _, gates in log] for name, log in logs.items()}
+    return torch.stack(out), aux, logs
 
 
 # ---- Stick-breaking ------------------------------------------------------------------------------
@@ -153,7 +148,7 @@ def slow_stick(q, k, v):
     out = []
     for b, h, t, n in itertools.product(range(B), range(H), range(T), range(K)):
         seen = past + t + 1
-        out.append(attend(q[b, h, t, n], k[b, h, :seen], v[b, h, :seen])[0])
+        out.append(attend(q[b, h, t, n], k[b, h, :seen], v[b, h, :seen]))
     return torch.stack(out).view(q.shape)
 
 
@@ -257,12 +252,12 @@ def test_oracle(changes):
     """Logits, loss, every aux loss, every gradient, and the routes: gates are not renormalised."""
     model, x, y = make(**changes), tokens(T=5), tokens(T=5, seed=2)
     y[0, 3] = -1
-    logits, aux, gates = oracle(model, x)
+    logits, aux, logs = oracle(model, x)
     weights = dict(mi=0.7, concentration=0.3) | (dict(rout_reg=0.2) if 'new' in changes else {})
     grads = compare(model, x, y, logits, aux, weights)
     for name, grad in grads.items():
         assert grad.abs().max() > 1e-6 or 'inserted' in name, name    # nothing else is out of reach
-    same_routes(model.routes(x), gates)
+    same_routes(model.routes(x), logs)
 
 
 # ---- Losses --------------------------------------------------------------------------------------
@@ -405,9 +400,9 @@ def test_count_usage_against_a_loop():
     assert model.training and not count_usage(model.eval(), []) and not model.training
     want = {pool: torch.zeros_like(count) for pool, count in usage.items()}
     for x, y in batches:
-        for pool, gates in oracle(model, x)[2].items():
-            for gate, target in zip(gates, y.flatten()):
-                for e in gate if target >= 0 else ():
+        for pool, log in oracle(model, x)[2].items():
+            for (_, gates), target in zip(log, y.flatten()):
+                for e in gates if target >= 0 else ():
                     want[pool][e] += 1
     assert len(want) == 4 and all(torch.equal(usage[pool], want[pool]) for pool in want)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oracles import attention, compare, rms, same_routes, swiglu, tokens
+from oracles import (attention, compare, rms, route, same_routes, swiglu, switch_balance,
+                     tokens)
 from selfmoe import SelfMoE, SelfMoEConfig, add_gates, select_gates, upcycle
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
@@ -34,11 +35,8 @@ def feed_forward(ffn, x, c, log):
     """mlp of Eq. 7 for one token: SwiGLU, or the K likeliest of E of them, weights renormalised."""
     if c.n_expert == 1:
         return swiglu(x, ffn.fc.weight, ffn.down.weight)
-    prob = torch.exp(ffn.router.linear.weight @ x)
-    prob = prob / prob.sum()
-    best = sorted(range(c.n_expert), key=lambda e: -prob[e].item())[:c.top_k]
-    gates = {e: prob[e] / sum(prob[i] for i in best) for e in best}
-    log.append((prob, gates))
+    _, gates = routed = route(ffn.router.linear.weight, x, c.top_k)
+    log.append(routed)
     return sum(g * swiglu(x, ffn.fc[e].T, ffn.down[e].T) for e, g in gates.items())
 
 
@@ -51,8 +49,8 @@ def contribution(gate, x):
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), aux, {layer: [weights of a token]}, states of Eq. 3 and 4 by layer and
-    row."""
+    """-> logits (B, T, V), aux, {layer: [(probabilities, gates) of a token]}, states of Eq. 3 and 4
+    by layer and row."""
     c = model.config
     rows = []
     routed = [[] for _ in model.blocks]
@@ -72,21 +70,14 @@ def oracle(model, idx):
             states[i].append((out, gate))
             h = [v + g for v, g in zip(out, gate)] if gate else out                      # Eq. 2
         rows.append(project(model, h))
-    aux = {}
-    if c.n_expert > 1:
-        aux['balance'] = 0
-        for log in routed:
-            p = sum(prob for prob, _ in log) / len(log)
-            picks = c.top_k * len(log)
-            share = [sum(e in gates for _, gates in log) / picks for e in range(c.n_expert)]
-            aux['balance'] = aux['balance'] + c.n_expert * sum(f * q for f, q in zip(share, p))
+    logs = {f'blocks.{i}': log for i, log in enumerate(routed) if log}
+    aux = dict(balance=sum(map(switch_balance, routed))) if logs else {}
     for i, layer in enumerate(states):
         for which, name in enumerate((f'layer_size_{i}', f'gate_size_{i}')):
             if layer[0][which]:
                 sizes = [torch.sqrt((v * v).sum() / len(v)) for row in layer for v in row[which]]
                 aux[name] = torch.stack(sizes).mean()
-    weights = {f'blocks.{i}': [gates for _, gates in log] for i, log in enumerate(routed) if log}
-    return torch.stack(rows), aux, weights, states
+    return torch.stack(rows), aux, logs, states
 
 
 def project(model, h):
@@ -103,10 +94,10 @@ def test_oracle(changes):
     """Logits, loss, every aux entry, every gradient, and the routes."""
     model, x, y = make(**changes), tokens(), tokens(seed=2)
     y[0, 3] = -1
-    logits, aux, gates, _ = oracle(model, x)
+    logits, aux, logs, _ = oracle(model, x)
     grads = compare(model, x, y, logits, aux, dict(balance=0.7) if 'n' in changes else {})
     assert all(grad.abs().max() > 1e-6 for grad in grads.values())       # nothing is out of reach
-    same_routes(model.routes(x), gates)
+    same_routes(model.routes(x), logs)
     for name, value in model(x)[2].items():              # sizes are for the log: without a gradient
         assert abs(value - aux[name]) < 1e-5 * aux[name], name
         assert value.requires_grad == (name == 'balance'), name
