@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import moep
 from conftest import ROOT
-from moep import MoEP, MoEPConfig
+from moep import MoEP, MoEPConfig, Router
 from oracles import attend, compare, gate_up, gelu, route, same_routes, switch_balance, tokens
 from plumbing.settings import read_config
 
@@ -126,27 +125,13 @@ def test_oracle(changes):
     assert (len(model.first), len(model.last)) == (before, model.config.n_layer - before)
 
 
-# ---- Sparse is dense -----------------------------------------------------------------------------
-
-
-def test_grouped_mm_without_its_kernel(monkeypatch):
-    """Widths that the kernel refuses, then a torch that has no kernel: a loop over the groups."""
-    ends = torch.tensor([3, 3, 10], dtype=torch.int32)   # the second group is empty
-    for d_in, d_out in ((7, 5), (8, 5), (7, 8), (8, 16)):
-        if (d_in, d_out) == (8, 16):
-            monkeypatch.delattr(F, 'grouped_mm')
-        x, w = torch.randn(10, d_in), torch.randn(3, d_in, d_out)
-        expected = torch.stack([x[r] @ w[g] for r, g in enumerate([0] * 3 + [2] * 7)])
-        assert torch.allclose(moep.grouped_mm(x, w, ends), expected, atol=1e-5)
-
-
 # ---- Balance losses ------------------------------------------------------------------------------
 
 
 def test_entropy_of_a_choice_without_any_probability():
     """A probability may be 0, whose logarithm is not finite. It adds nothing to the loss."""
     x = torch.tensor([[0.0, 0.0, -1e4, -1e4]], requires_grad=True)
-    router = moep.Router(4, 4, MoEPConfig(**SMALL, balance='entropy'))
+    router = Router(4, 4, MoEPConfig(**SMALL, balance='entropy'))
     torch.nn.init.eye_(router.linear.weight)             # scores are what it reads
     loss = router(x)[2]['balance']
     loss.backward()
@@ -179,20 +164,3 @@ def test_paper_sizes():
     defaults = vars(MoEPConfig())                       # whoever copies the file trains the paper's
     paper = read_config(ROOT / 'config/paper/moep.py')
     assert all(defaults[key] == value for key, value in paper.items() if key in defaults)
-
-
-@pytest.mark.parametrize('swiglu', [False, True])
-def test_active_parameters_by_hand(swiglu):
-    D, d, P, E, K, V, hidden = 32, 16, 4, 3, 2, 37, 24
-    up = 8 if swiglu else 4
-    full = 4 * D + 3 * D * D + 3 * D + D * D + D + up * D * D + up * D + 4 * D * D + D
-    shared = P * d + P * (2 * d + 3 * d * d + 3 * d)     # router, norm, queries, keys, values
-    chosen = K * (d * d + d + 2 * d + up * d * d + up * d + 4 * d * d + d)
-
-    def expert(d_in, d_out):
-        if swiglu:
-            return d_in * 2 * hidden + 2 * hidden + hidden * d_out + d_out
-        return d_in * d_out + d_out
-    moe = (E * D + K * expert(D, d)) + (E * d + K * expert(d, D))
-    active = make(swiglu=swiglu).count_params()[1]
-    assert active == V * D + 2 * full + 2 * (shared + chosen) + moe + 2 * D

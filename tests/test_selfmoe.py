@@ -239,18 +239,3 @@ def test_select_gates_leaves_the_model_alone():
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     with pytest.raises((AssertionError, ValueError), match='calibration batches'):
         select_gates(model, [without_targets])
-
-
-# ---- Sizes ---------------------------------------------------------------------------------------
-
-
-def test_params_by_hand():
-    D, d, H, G, hidden = 16, 4, 4, 2, 8
-    attention_ = D * (H + 2 * G) * d + D * D
-    expert, head, norms = D * 2 * hidden + hidden * D, 37 * D, 3 * 2 * D + D
-    dense = 3 * (attention_ + expert) + norms + head
-    assert make().count_params() == (dense + head, dense)          # the embedding is only looked up
-    assert make(gate='matrix').count_params() == (dense + 2 * D * D + head, dense + 2 * D * D)
-    assert make(gate='vector', gate_layers=[2]).count_params() == (dense + D + head, dense + D)
-    mixed = dense + 3 * (4 * D + expert) + 2          # routers, 2 of 4 experts active, scalar gates
-    assert make(gate='scalar', n=4, k=2).count_params() == (mixed + 3 * 2 * expert + head, mixed)

@@ -164,25 +164,6 @@ def test_sizes_of_the_paper():
     assert parts[False] == total - table                 # the core is the baseline's
 
 
-@pytest.mark.parametrize('changes', [{}, *SHARES[1:]], ids=str)
-def test_params_by_hand(changes):
-    """A shared tensor is counted once; it is active in every layer."""
-    D, d, H, G, hidden, N = 16, 4, 4, changes.get('n_kv_head', 2), 8, 3
-    block = D + D * (H + 2 * G) * d + D * D + D          # norms and attention
-    ffn = D * 2 * hidden + hidden * D
-    share, r = changes.get('share'), changes.get('lora_rank', 0)
-    groups = 2 if 'share_group' in changes else 1
-    adapters = r * (D + 2 * hidden + hidden + D)
-    adapters += r * (D + (H + 2 * G) * d + D + D) if share == 'all' else 0
-    one = 37 * D + D + N * adapters                      # what no layer shares
-    total = one + (groups if share == 'all' else N) * block + (groups if share else N) * ffn
-    model = make(**changes)
-    assert model.count_params() == (total, one + N * (block + ffn))
-    state = model.state_dict()
-    assert state.keys() == dict(model.named_parameters()).keys()         # no buffers
-    assert sum(tensor.numel() for tensor in state.values()) == total     # none twice
-
-
 def test_adapters_start_as_nothing():
     plain = STLM(STLMConfig(**SMALL, share='all'))
     adapted = STLM(STLMConfig(**SMALL, share='all', lora_rank=2))

@@ -395,19 +395,3 @@ def test_mean_exit_loss_is_the_weighted_sum(exits):
     assert abs(model.exit_loss(states, y) - weights @ torch.tensor(each)) < 0.1
     shares = torch.bincount(exits.drawn, minlength=4) / 4000
     assert shares[0] == 0 and len(exits.drawn) == 4000 and same(shares, weights, 0.03)
-
-
-# ---- Routes, sizes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('changes, routed', [
-    ({}, 2), (dict(n_layer=5), 2), (dict(n_layer=7, route_every=3), 2), (dict(route_every=5), 0),
-    (dict(capacity=1.0), 0), (dict(capacity=0.125, n_layer=2), 1)], ids=str)
-def test_params_by_hand(changes, routed):
-    D, d, H, G, hidden, L = 16, 4, 4, 2, 12, changes.get('n_layer', 4)
-    block = 2 * D + D * (H + 2 * G) * d + D * D + D * 2 * hidden + hidden * D
-    total = 37 * D + D + L * block + routed * (2 * D + 1)
-    capacity = changes.get('capacity', 0.4)
-    model = make(**changes)
-    assert model.count_params() == (total, total - routed * round((1 - capacity) * block))
-    assert sum(t.numel() for t in model.state_dict().values()) == total
