@@ -270,6 +270,22 @@ def test_routers_are_exact_under_autocast(name):
         assert str(exact[1:]) == str(rough[1:])                        # choices, losses
 
 
+def compile_and_record(compile_model, model):
+    """-> the compiled model, which runs as with backend='eager'; a list of its graphs, to come."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+    return compile_model(model, backend=backend, fullgraph=True), graphs
+
+
+def assert_one_graph(graphs):
+    """In which no value is read: fullgraph lets .item() pass."""
+    called = {str(node.target) for node in graphs[0].graph.nodes}
+    assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'}
+
+
 @pytest.mark.slow
 # CPUs without bfloat16 say so, and go on
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')
@@ -279,12 +295,8 @@ def test_bfloat16_in_one_graph(name, compile_model):
     It compiles without a graph break, and no value is read."""
     model = make(name, scale=0.1, dtype=torch.float32, dropout=0.1).train()
     x, y = pair(model)
-    streams, graphs = [], []
-
-    def backend(graph, _):                               # as backend='eager', and the graph is kept
-        graphs.append(graph)
-        return graph
-    compiled = compile_model(model, backend=backend, fullgraph=True)
+    compiled, graphs = compile_and_record(compile_model, model)
+    streams = []
     losses = []
     for call, autocast in ((model, False), (model, True), (compiled, True)):
         torch.manual_seed(3)                             # the same noise
@@ -294,8 +306,7 @@ def test_bfloat16_in_one_graph(name, compile_model):
         assert all(value.dtype == torch.float32 for value in (loss, *aux.values()))
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * losses[0]
     assert abs(losses[2] - losses[1]) < 1e-3 * losses[0]
-    called = {str(node.target) for node in graphs[0].graph.nodes}      # fullgraph lets .item() pass
-    assert len(graphs) == 1 and not called & {'item', 'tolist', '_local_scalar_dense'}
+    assert_one_graph(graphs)
     (loss + sum(aux.values())).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 

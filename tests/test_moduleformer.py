@@ -76,19 +76,13 @@ def attention_module(att, e, u, t, c):
     """Module e of token t, which sees the normalised inputs u[0..t]; the width is split into n_head
     heads."""
     d = c.d_att // c.n_head
-    q = rows_of(att.q)[e].T @ u[t]
-    heads = []
-    for h in range(c.n_head):
-        part = slice(h * d, (h + 1) * d)
-        if c.identity_kv:
-            keys = values = u[:t + 1]
-        else:
-            w_k, w_v = att.kv.weight[:c.d_att][part], att.kv.weight[c.d_att:][part]
-            b_k, b_v = 0, 0
-            if c.released:
-                b_k, b_v = att.kv.bias[:c.d_att][part], att.kv.bias[c.d_att:][part]
-            keys, values = [w_k @ x + b_k for x in u[:t + 1]], [w_v @ x + b_v for x in u[:t + 1]]
-        heads.append(attend(q[part], keys, values))
+    queries = (rows_of(att.q)[e].T @ u[t]).split(d)
+    keys = values = [[x] for x in u[:t + 1]]
+    if not c.identity_kv:
+        kv = [att.kv.weight @ x + (att.kv.bias if c.released else 0) for x in u[:t + 1]]
+        keys, values = [x[:c.d_att].split(d) for x in kv], [x[c.d_att:].split(d) for x in kv]
+    heads = [attend(q, [k[h] for k in keys], [v[h] for v in values])
+             for h, q in enumerate(queries)]
     return rows_of(att.o)[e].T @ torch.cat(heads)
 
 
@@ -212,11 +206,8 @@ def test_memory_is_bounded_by_the_query_block(monkeypatch):
         return stick_weights(q, k, first)
     monkeypatch.setattr(moduleformer, 'stick_weights', record)
     inputs = qkv(T, 1)
-
-    def pack(x):
-        saved.append(x)
-        return x
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    keep = lambda x: saved.append(x) or x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = StickBreaking.apply(*inputs, size)
     out.sum().backward()
     assert sorted(shapes) == sorted([(size, end) for end in range(size, T + 1, size)] * 2)

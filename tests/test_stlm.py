@@ -15,7 +15,7 @@ from oracles import attention, compare, rms, swiglu, tokens
 from plumbing.bpe import train_bpe
 from plumbing.tokenizer import SENTENCES
 from stlm import STLM, STLMConfig
-from test_contract import pair, text
+from test_contract import assert_one_graph, compile_and_record, pair, text
 from train import as_tensor, val_batches
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
@@ -281,12 +281,7 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
     x, y = pair(model, 2, 16)
     place = model.dropout.p.data_ptr()                   # where a captured graph would look
     model.set_dropout(0.0)
-    graphs = []
-
-    def backend(graph, _):                               # as backend='eager', and the graph is kept
-        graphs.append(graph)
-        return graph
-    compiled = compile_model(model, backend=backend, fullgraph=True)
+    compiled, graphs = compile_and_record(compile_model, model)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):
         model.set_dropout(p)
@@ -296,7 +291,4 @@ def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
         else:
             assert losses.std() > 1e-4
         assert model.dropout.p.data_ptr() == place
-    assert len(graphs) == 1
-    # fullgraph alone lets .item() pass
-    called = {str(node.target) for node in graphs[0].graph.nodes}
-    assert not called & {'item', 'tolist', '_local_scalar_dense'} and {'view', 'softmax'} <= called
+    assert_one_graph(graphs)
