@@ -1,5 +1,5 @@
-"""What the slow versions of the models have in common: parts of a LLaMA-style Transformer, written
-one vector at a time, and the comparison of a model with its slow version."""
+"""What the slow versions of the models have in common: the parts of a Transformer, written one
+vector at a time, a router, and the comparison of a model with its slow version."""
 
 import math
 
@@ -26,32 +26,68 @@ def turn(x, t, base=10000.0):
     return torch.stack(out)
 
 
-def attention(x, qkv, n_head, n_kv_head, positions=None, reads=lambda t: range(t + 1),
-              base=10000.0):
-    """Of normed vectors -> the joined heads of each. n_head / n_kv_head query heads share a key and
-    value head; vector t, which stands at positions[t], reads the vectors in reads(t)."""
-    H, G = n_head, n_kv_head
-    d = len(qkv) // (H + 2 * G)
-    wq, wk, wv = qkv.split((H * d, G * d, G * d))
-    positions = range(len(x)) if positions is None else positions
-    q = [[turn(head, p, base) for head in (wq @ v).split(d)] for p, v in zip(positions, x)]
-    k = [[turn(head, p, base) for head in (wk @ v).split(d)] for p, v in zip(positions, x)]
-    values = [(wv @ v).split(d) for v in x]
+def attend(q, k, v, reads=lambda t: range(t + 1)):
+    """The heads of each vector's query, key and value -> its joined heads. Vector t reads the
+    vectors in reads(t); if keys have fewer heads, neighbouring queries share one."""
     out = []
-    for t in range(len(x)):
+    for t in range(len(q)):
         heads = []
-        for h in range(H):
-            g = h // (H // G)
-            weight = torch.exp(torch.stack([q[t][h] @ k[s][g] for s in reads(t)]) / math.sqrt(d))
-            weight = weight / weight.sum()
-            heads.append(sum(w * values[s][g] for w, s in zip(weight, reads(t))))
+        for h, query in enumerate(q[t]):
+            g = h * len(k[t]) // len(q[t])
+            scores = torch.stack([query @ k[s][g] for s in reads(t)]) / math.sqrt(len(query))
+            weight = torch.exp(scores) / torch.exp(scores).sum()
+            heads.append(sum(w * v[s][g] for w, s in zip(weight, reads(t))))
         out.append(torch.cat(heads))
     return out
 
 
+def attention(x, qkv, n_head, n_kv_head, positions=None, reads=lambda t: range(t + 1),
+              base=10000.0):
+    """Of normed vectors with rotary positions; x[t] stands at positions[t]."""
+    d = len(qkv) // (n_head + 2 * n_kv_head)
+    wq, wk, wv = qkv.split((n_head * d, n_kv_head * d, n_kv_head * d))
+    positions = range(len(x)) if positions is None else positions
+    q = [[turn(head, p, base) for head in (wq @ u).split(d)] for p, u in zip(positions, x)]
+    k = [[turn(head, p, base) for head in (wk @ u).split(d)] for p, u in zip(positions, x)]
+    v = [(wv @ u).split(d) for u in x]
+    return attend(q, k, v, reads)
+
+
+def gate_up(h):
+    """SwiGLU's activation."""
+    gate, up = h.chunk(2)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
 def swiglu(x, fc, down):
-    gate, up = (fc @ x).chunk(2)
-    return down @ (gate / (1 + torch.exp(-gate)) * up)
+    return down @ gate_up(fc @ x)
+
+
+def gelu(h, tanh=False):
+    if tanh:
+        return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+    return 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
+
+
+# ---- Routers -------------------------------------------------------------------------------------
+
+
+def route(weight, x, K):
+    """-> the probabilities of all choices, {choice: gate} of the K best: their gates sum to 1."""
+    prob = torch.exp(weight @ x) / torch.exp(weight @ x).sum()
+    best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:K]
+    return prob, {e: prob[e] / sum(prob[i] for i in best) for e in best}
+
+
+def switch_balance(log):
+    """Of what `route` returned for each token: E times the sum of share f_i and mean p_i."""
+    E = len(log[0][0])
+    p = sum(prob for prob, _ in log) / len(log)
+    picks = [sum(e in gates for _, gates in log) for e in range(E)]
+    return E * sum(n / sum(picks) * q for n, q in zip(picks, p))
+
+
+# ---- A model and its slow version ----------------------------------------------------------------
 
 
 def compare(model, x, y, logits, aux, weights, atol=1e-10):
@@ -75,11 +111,11 @@ def compare(model, x, y, logits, aux, weights, atol=1e-10):
     return dict(zip(names, grads))
 
 
-def same_routes(routes, gates):
-    """routes(): {layer: (B, T, E)}, against {layer: [{choice: gate} of each token]}."""
-    assert list(routes) == list(gates)                   # in the order in which a token meets them
+def same_routes(routes, logs):
+    """routes(): {layer: (B, T, E)}, against {layer: [(_, {choice: gate}) of each token]}."""
+    assert list(routes) == list(logs)                    # in the order in which a token meets them
     for name, gate_BTE in routes.items():
-        for gate_E, slow in zip(gate_BTE.flatten(0, 1), gates[name], strict=True):
+        for gate_E, (_, slow) in zip(gate_BTE.flatten(0, 1), logs[name], strict=True):
             assert gate_E.nonzero().flatten().tolist() == sorted(slow), name
             assert all(abs(gate_E[e] - slow[e]) < 1e-12 for e in slow), name
 

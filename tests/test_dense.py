@@ -1,7 +1,5 @@
 """arena/dense.py and arena/loop.py against a slow oracle, one token, head and expert at a time."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ import torch.nn.functional as F
 from arena import dense
 from arena.dense import Dense, DenseConfig
 from arena.loop import Loop, LoopConfig
-from oracles import compare, rms, same_routes, tokens, turn
+from oracles import attend, compare, rms, route, same_routes, switch_balance, tokens, turn
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ROUTED = dict(SMALL, n_expert=5, top_k=3, n_shared=1)
@@ -33,21 +31,15 @@ def make(config, dtype=torch.float64):
 # ---- The slow oracle -----------------------------------------------------------------------------
 
 
-def attention(b, x, c):
-    """x (T, D), normed: token t reads 0..t."""
-    d = c.n_embd // c.n_head
-    out = []
-    for t in range(len(x)):
-        heads = []
-        for h in range(c.n_head):
-            head = slice(h * d, (h + 1) * d)
-            q = turn(rms((b.q.weight @ x[t])[head]), t)
-            keys = [turn(rms((b.k.weight @ x[s])[head]), s) for s in range(t + 1)]
-            weight = torch.exp(torch.stack([q @ k for k in keys]) / math.sqrt(d))
-            weight = weight / weight.sum()
-            heads.append(sum(w * (b.v.weight @ x[s])[head] for s, w in enumerate(weight)))
-        out.append(b.proj.weight @ torch.cat(heads))
-    return out
+def attention(b, x, n_head):
+    """Of normed vectors: queries and keys are normed, then turned."""
+    def heads(linear):
+        return [(linear.weight @ u).split(len(u) // n_head) for u in x]
+
+    def place(vectors):
+        return [[turn(rms(head), t) for head in parts] for t, parts in enumerate(vectors)]
+    joined = attend(place(heads(b.q)), place(heads(b.k)), heads(b.v))
+    return [b.proj.weight @ u for u in joined]
 
 
 def expert(x, fc, down):
@@ -57,18 +49,16 @@ def expert(x, fc, down):
 def feed_forward(ffn, x, c, log, kept_NK):
     if c.n_expert == 1:
         return expert(x, ffn.fc.weight, ffn.down.weight)
-    score = torch.exp(ffn.router.linear.weight @ x)
-    best = sorted(range(c.n_expert), key=lambda e: -score[e].item())[:c.top_k]
-    gates = {e: score[e] / sum(score[i] for i in best) for e in best}
+    _, gates = routed = route(ffn.router.linear.weight, x, c.top_k)
     kept_K = kept_NK[len(log)]                           # 0 if dropped, else 1 / (1 - drop_expert)
-    log.append((score / score.sum(), gates))
+    log.append(routed)
     y = sum(c.top_k * g * kept * expert(x, ffn.fc[e].T, ffn.down[e].T)
             for (e, g), kept in zip(gates.items(), kept_K))
     return y + expert(x, ffn.shared.fc.weight, ffn.shared.down.weight) if c.n_shared else y
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), auxiliary losses, {layer: [gates of a token]}"""
+    """-> logits (B, T, V), auxiliary losses, {layer: [(probabilities, gates) of a token]}"""
     c = model.config
     is_loop = isinstance(model, Loop)
     head = model.head.weight @ model.narrow.weight if is_loop else model.wte.weight
@@ -80,17 +70,12 @@ def oracle(model, idx):
     for row in idx:
         x = [rms(model.wte(i)) for i in row]
         for b, log, kept_NK in zip(model.blocks, routed, kept):
-            x = [v + a for v, a in zip(x, attention(b, [rms(v) for v in x], c))]
+            x = [v + a for v, a in zip(x, attention(b, [rms(v) for v in x], c.n_head))]
             x = [v + feed_forward(b.ffn, rms(v), c, log, kept_NK) for v in x]
         rows.append(torch.stack([head @ rms(v) for v in x]))
-    aux = dict(balance=0) if c.n_expert > 1 else {}
-    for log in routed if aux else []:
-        p = sum(prob for prob, _ in log) / len(log)
-        picks = [sum(e in gates for _, gates in log) for e in range(c.n_expert)]
-        share = [n / (c.top_k * len(log)) for n in picks]
-        aux['balance'] = aux['balance'] + c.n_expert * sum(f * q for f, q in zip(share, p))
-    gates = {f'blocks.{i}': [gates for _, gates in log] for i, log in enumerate(routed) if log}
-    return torch.stack(rows), aux, gates
+    logs = {f'blocks.{i}': log for i, log in enumerate(routed) if log}
+    aux = dict(balance=sum(map(switch_balance, routed))) if logs else {}
+    return torch.stack(rows), aux, logs
 
 
 @pytest.mark.parametrize('config', FORMS, ids=str)
@@ -98,10 +83,10 @@ def test_oracle(config):
     """Logits, loss, balance loss, every gradient and every gate."""
     model, x, y = make(config), tokens(T=7), tokens(T=7, seed=2)
     y[0, 3] = -1
-    logits, aux, gates = oracle(model, x)
+    logits, aux, logs = oracle(model, x)
     compare(model, x, y, logits, aux, dict.fromkeys(aux, 0.3))
     torch.manual_seed(5)                                 # the same choices are dropped again
-    same_routes(model.routes(x), gates)
+    same_routes(model.routes(x), logs)
 
 
 def test_starts_as_an_embedding():
@@ -120,16 +105,3 @@ def test_positions_in_bfloat16():
     for t in range(8):
         want = turn(x[0, 0, t].double(), 300 + t)
         assert torch.allclose(turned[0, 0, t].double(), want, atol=0.01)
-
-
-def test_counts():
-    """By hand: 12 layers of 384, a vocabulary of 16,384."""
-    plain = 16384 * 384 + 12 * (4 * 384 ** 2 + 2 * 384 * 1536)
-    experts = lambda n: 12 * 2 * n * 384 * 384           # of width 384, a quarter of 1,536
-    router = 12 * 16 * 384
-    for keys, want in ((dict(), (plain, plain)),
-                       (dict(n_expert=16, top_k=4), (plain + experts(12) + router, plain + router)),
-                       (dict(n_expert=16, top_k=3, n_shared=1),
-                        (plain + experts(13) + router, plain + router))):
-        with torch.device('meta'):
-            assert Dense(DenseConfig(**keys)).count_params() == want

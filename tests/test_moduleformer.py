@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import moduleformer
 from moduleformer import (ModuleFormer, ModuleFormerConfig, Router, StickBreaking, absorb_inserted,
                           count_usage, insert_experts, prune_experts, stick_weights)
-from oracles import compare, same_routes, tokens
+from oracles import compare, gelu, same_routes, tokens
 
 SMALL = dict(vocab_size=37, block_size=8, n_layer=2, n_embd=16, n_att=4, d_att=8, n_head=2,
              n_ffd=5, d_ffd=12, top_k=2, d_router=16, query_block=4)
@@ -43,14 +43,13 @@ def attend(q, keys, values):
     """Eq. 3 to 5 for one query and the keys up to its own: the product form, the latest key
     first."""
     beta = [1 / (1 + torch.exp(-(k @ q) / math.sqrt(len(q)))) for k in keys]   # Eq. 3, with a scale
-    out, weights = 0, []
+    out = 0
     for i in range(len(keys)):
         p = beta[i]
         for j in range(i + 1, len(keys)):
             p = p * (1 - beta[j])                                                # Eq. 4
-        weights.append(p)
         out = out + p * values[i]
-    return out, torch.stack(weights)
+    return out
 
 
 def rows_of(stack):
@@ -61,8 +60,7 @@ def route(router, x, log):
     """Eq. 1, 2 and 9 for one token -> {module: gate}."""
     hidden = [torch.clamp(b @ x, min=0) for b in router.B.weight]
     if router.config.released:                           # IBM's: a bias, and exact GELU
-        inner = router.B.weight @ x + router.B.bias
-        hidden = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+        hidden = gelu(router.B.weight @ x + router.B.bias)
     score = [torch.exp(sum(a_i * h for a_i, h in zip(a, hidden))) for a in rows_of(router.A)]
     prob = [s / sum(score) for s in score]
     best = sorted(range(len(prob)), key=lambda e: -prob[e].item())[:router.config.top_k]
@@ -78,28 +76,19 @@ def attention_module(att, e, u, t, c):
     """Module e of token t, which sees the normalised inputs u[0..t]; the width is split into n_head
     heads."""
     d = c.d_att // c.n_head
-    q = rows_of(att.q)[e].T @ u[t]
-    heads = []
-    for h in range(c.n_head):
-        part = slice(h * d, (h + 1) * d)
-        if c.identity_kv:
-            keys = values = u[:t + 1]
-        else:
-            w_k, w_v = att.kv.weight[:c.d_att][part], att.kv.weight[c.d_att:][part]
-            b_k, b_v = 0, 0
-            if c.released:
-                b_k, b_v = att.kv.bias[:c.d_att][part], att.kv.bias[c.d_att:][part]
-            keys, values = [w_k @ x + b_k for x in u[:t + 1]], [w_v @ x + b_v for x in u[:t + 1]]
-        heads.append(attend(q[part], keys, values)[0])
+    queries = (rows_of(att.q)[e].T @ u[t]).split(d)
+    keys = values = [[x] for x in u[:t + 1]]
+    if not c.identity_kv:
+        kv = [att.kv.weight @ x + (att.kv.bias if c.released else 0) for x in u[:t + 1]]
+        keys, values = [x[:c.d_att].split(d) for x in kv], [x[c.d_att:].split(d) for x in kv]
+    heads = [attend(q, [k[h] for k in keys], [v[h] for v in values])
+             for h, q in enumerate(queries)]
     return rows_of(att.o)[e].T @ torch.cat(heads)
 
 
 def ffn_module(ffd, e, x):
-    h = rows_of(ffd.fc)[e].T @ x
-    if ffd.config.released:                              # GELU's tanh form
-        cubic = math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)
-        return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.tanh(cubic)))
-    return rows_of(ffd.down)[e].T @ (0.5 * h * (1 + torch.erf(h / math.sqrt(2))))
+    h = gelu(rows_of(ffd.fc)[e].T @ x, tanh=ffd.config.released)
+    return rows_of(ffd.down)[e].T @ h
 
 
 def losses(log, A):
@@ -115,7 +104,7 @@ def losses(log, A):
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), aux, {pool: [{module: gate} of each token]}"""
+    """-> logits (B, T, V), aux, {pool: [(probabilities, {module: gate}) of a token]}"""
     c, out = model.config, []
     logs = {f'blocks.{i}.{pool}': [] for i in range(c.n_layer) for pool in ('att', 'ffd')}
     for row in idx:
@@ -134,7 +123,7 @@ def oracle(model, idx):
     for name, log in logs.items():
         for kind, loss in losses(log, model.get_submodule(name).router.A).items():
             aux[kind] = aux.get(kind, 0) + loss
-    return torch.stack(out), aux, {name: [gates for _, gates in log] for name, log in logs.items()}
+    return torch.stack(out), aux, logs
 
 
 # ---- Stick-breaking ------------------------------------------------------------------------------
@@ -153,7 +142,7 @@ def slow_stick(q, k, v):
     out = []
     for b, h, t, n in itertools.product(range(B), range(H), range(T), range(K)):
         seen = past + t + 1
-        out.append(attend(q[b, h, t, n], k[b, h, :seen], v[b, h, :seen])[0])
+        out.append(attend(q[b, h, t, n], k[b, h, :seen], v[b, h, :seen]))
     return torch.stack(out).view(q.shape)
 
 
@@ -172,38 +161,22 @@ def test_stick_breaking_is_the_product(T, K, past, sizes):
             assert torch.allclose(a, b, rtol=0, atol=1e-11), size
 
 
-@pytest.mark.parametrize('case', ['mixed', '+1000'])
-def test_stable_for_large_logits(case):
+@pytest.mark.parametrize('logits', [
+    100 * torch.randint(2, (40,), generator=torch.Generator().manual_seed(0)) - 50.0,
+    torch.full((40,), 1000.1)], ids=['mixed', 'large'])
+def test_stable_for_large_logits(logits):
     """Finite, and in float32 what the product is in float64."""
-    torch.manual_seed(0)
-    T, d = 40, 4
-    size = 1000 if case == '+1000' else 50
-    sign = torch.randint(0, 2, (T,)) * 2.0 - 1 if case == 'mixed' else torch.ones(T)
-    q = torch.full((1, 1, T, 1, d), math.sqrt(size / math.sqrt(d)))      # q.k / sqrt(d) = size
-    k = sign[None, None, :, None] * math.sqrt(size / math.sqrt(d)) * torch.ones(1, 1, T, d)
-    v, grad = torch.randn(1, 1, T, d), torch.randn(1, 1, T, 1, d)
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        z, p = stick_weights(inputs[0], inputs[1], 0)
-        assert z.tril().abs().max() > 0.99 * size and (p >= 0).all() and p.sum(-1).max() < 1 + 1e-4
-        out = StickBreaking.apply(*inputs, 16)
-        found.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
-    want = slow_stick(q.double(), k.double(), v.double())
-    assert torch.allclose(found[1][0], want, rtol=0, atol=1e-9)
-    for a, b in zip(*found):
-        assert a.isfinite().all() and (a - b).abs().max() < 1e-4 * max(b.abs().max(), 1e-3)
-
-
-def test_a_long_stick_in_float32():
-    """A key far back keeps its weight: the 2,000 keys after it left most of the stick, and no sum
-    is lost."""
-    T = 2000
-    q, k = torch.ones(1, 1, 1, 1, 1), torch.full((1, 1, T, 1), -9.0)
-    k[0, 0, 0] = 3.0
-    v = torch.eye(T)[None, None, :, :1]
-    left = (1 - 1 / (1 + math.exp(9.0))) ** (T - 1)
-    assert abs(StickBreaking.apply(q, k, v, 8).item() - left / (1 + math.exp(-3.0))) < 1e-5
+    q, k = torch.ones(1, 1, 40, 1, 1), logits.view(1, 1, 40, 1)
+    v = torch.randn(1, 1, 40, 1, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(1, 1, 40, 1, 1, generator=torch.Generator().manual_seed(2))
+    results = []
+    for stick, dtype in ((lambda *qkv: StickBreaking.apply(*qkv, 16), torch.float32),
+                         (slow_stick, torch.float64)):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        y = stick(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, weight.to(dtype))])
+    for a, b in zip(*results):
+        assert (a - b).abs().max() < 1e-4 * max(b.abs().max(), 1e-3)
 
 
 @NO_BF16
@@ -216,11 +189,10 @@ def test_blocks_add_up_in_float32():
     rough = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     grad = torch.rand(1, 1, 512, 1, 16).bfloat16()
-    for size in (512, 4):
-        a = torch.autograd.grad(StickBreaking.apply(*rough, size), rough, grad)
-        b = torch.autograd.grad(StickBreaking.apply(*exact, size), exact, grad.double())
-        for x, y in zip(a[1:], b[1:]):
-            assert (x - y).abs().max() < 6e-3 * y.abs().max()
+    a = torch.autograd.grad(StickBreaking.apply(*rough, 4), rough, grad)
+    b = torch.autograd.grad(StickBreaking.apply(*exact, 4), exact, grad.double())
+    for x, y in zip(a[1:], b[1:]):
+        assert (x - y).abs().max() < 6e-3 * y.abs().max()
 
 
 def test_memory_is_bounded_by_the_query_block(monkeypatch):
@@ -234,11 +206,8 @@ def test_memory_is_bounded_by_the_query_block(monkeypatch):
         return stick_weights(q, k, first)
     monkeypatch.setattr(moduleformer, 'stick_weights', record)
     inputs = qkv(T, 1)
-
-    def pack(x):
-        saved.append(x)
-        return x
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    keep = lambda x: saved.append(x) or x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = StickBreaking.apply(*inputs, size)
     out.sum().backward()
     assert sorted(shapes) == sorted([(size, end) for end in range(size, T + 1, size)] * 2)
@@ -257,12 +226,12 @@ def test_oracle(changes):
     """Logits, loss, every aux loss, every gradient, and the routes: gates are not renormalised."""
     model, x, y = make(**changes), tokens(T=5), tokens(T=5, seed=2)
     y[0, 3] = -1
-    logits, aux, gates = oracle(model, x)
+    logits, aux, logs = oracle(model, x)
     weights = dict(mi=0.7, concentration=0.3) | (dict(rout_reg=0.2) if 'new' in changes else {})
     grads = compare(model, x, y, logits, aux, weights)
     for name, grad in grads.items():
         assert grad.abs().max() > 1e-6 or 'inserted' in name, name    # nothing else is out of reach
-    same_routes(model.routes(x), gates)
+    same_routes(model.routes(x), logs)
 
 
 # ---- Losses --------------------------------------------------------------------------------------
@@ -281,22 +250,6 @@ def test_losses_survive_a_certain_router():
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------
-
-
-def test_params_by_hand():
-    D, A, V, Ff, R = 16, 8, 37, 12, 16
-    att, ffd = 2 * D * A, 2 * D * Ff
-    base = 2 * (2 * 2 * D + 2 * R * D + 2 * D * A)       # norms, two B, kv
-    base += 2 * D + V * D                                # last norm, head
-    assert make().count_params() == (base + 2 * (4 * (att + R) + 5 * (ffd + R)) + V * D,
-                                     base + 2 * (2 * (att + ffd) + (4 + 5) * R))
-    listed = make(n_att=[2, 4], n_ffd=[5, 3], new=(1, 2))
-    assert listed.count_params() == (base + (3 + 5) * (att + R) + (7 + 5) * (ffd + R) + V * D,
-                                     base + 2 * 2 * (att + ffd) + (3 + 5 + 7 + 5) * R)
-    narrow = make(identity_kv=True, d_att=16, n_head=1, top_k=4)
-    base += 2 * (-2 * D * A)                             # no kv
-    assert narrow.count_params() == (base + 2 * (4 * (2 * D * D + R) + 5 * (ffd + R)) + V * D,
-                                     base + 2 * (4 * (2 * D * D + ffd) + (4 + 5) * R))
 
 
 @pytest.mark.slow
@@ -329,68 +282,49 @@ def close_router(model, modules):
     return model
 
 
-@pytest.mark.parametrize('router', ['full', 'partial'])
 @pytest.mark.parametrize('changes', [dict(), dict(WIDE, n_att=[2, 4])], ids=str)
-def test_inserted_modules_that_nobody_takes_change_nothing(router, changes):
+def test_inserted_modules_that_nobody_takes_change_nothing(changes):
     old, x = make(**changes).eval(), tokens(3, 8)
     before = copy.deepcopy(old.state_dict())
-    new = insert_experts(old, 2, 1, router)
+    new = insert_experts(old, 2, 1)
     assert new.config.new_att == 2 and new.config.new_ffd == 1 and not new.training
     assert not torch.allclose(new(x)[0], old(x)[0], atol=1e-3)        # as they come, they are taken
     sizes = {name: gate.size(-1) for name, gate in old.routes(x).items()}
     close_router(new, {name: [n, n + 1] if 'att' in name else [n] for name, n in sizes.items()})
     assert torch.allclose(new(x)[0], old(x)[0], rtol=0, atol=1e-12)
-    for name, loss in old(x)[2].items():
-        assert abs(new(x)[2][name] - loss) < 1e-7
     for p in new.parameters():
         torch.nn.init.zeros_(p)
     assert all(torch.equal(p, before[n]) for n, p in old.state_dict().items())   # a copy
 
 
-def train_20(model, **weights):
-    """20 steps of AdamW with weight decay."""
+@pytest.mark.parametrize('router', ['full', 'partial'])
+def test_frozen_stays_bit_equal(router):
+    """In 20 steps of AdamW with weight decay; everything else moves."""
+    model, x = insert_experts(make(), 1, 2, router), tokens(4, 8, seed=5)
+    before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    x = tokens(4, 8, seed=5)
     for _ in range(20):
         optimizer.zero_grad()
         _, loss, aux = model(x, x.roll(-1, 1))
-        (loss + sum(weight * aux[name] for name, weight in weights.items())).backward()
+        (loss + 0.01 * aux['mi'] + 0.01 * aux['rout_reg']).backward()
         optimizer.step()
-    return loss.item()
-
-
-@pytest.mark.parametrize('router', ['full', 'partial'])
-def test_frozen_stays_bit_equal(router):
-    """What is frozen does not move in training, everything else does."""
-    model = insert_experts(make(dtype=torch.float32), 1, 2, router)
-    x = tokens(4, 8, seed=5)
-    first = model(x, x.roll(-1, 1))[1]
-    before = copy.deepcopy(model.state_dict())
-    assert train_20(model, mi=0.01, rout_reg=0.01) < first
     for name, p in model.named_parameters():
         shared = name in ('wte.weight', 'head.weight') or 'router.A' in name or 'router.B' in name
         trains = 'inserted' in name or (router == 'full' and shared)
-        assert p.requires_grad == trains and (p.grad is not None) == trains, name
-        assert torch.equal(p, before[name]) != trains, name
-        if 'inserted' in name and 'router' not in name:
-            assert all(not torch.equal(a, b) for a, b in zip(p, before[name])), name
+        assert p.requires_grad == trains and torch.equal(p, before[name]) != trains, name
 
 
 def test_inserting_twice_and_absorbing():
     x, model = tokens(3, 8), make(new=(1, 2), n_att=[2, 4]).eval()
     flat = absorb_inserted(model)
     assert flat.config.n_att == [3, 5] and flat.config.n_ffd == [7, 7]
-    assert flat.config.new_att == flat.config.new_ffd == 0
-    assert torch.equal(flat(x)[0], model(x)[0]) and flat.count_params() == model.count_params()
-    assert all(torch.equal(a, b) for a, b in zip(flat.routes(x).values(), model.routes(x).values()))
+    assert torch.equal(flat(x)[0], model(x)[0])
+    assert all('inserted' not in name for name, _ in flat.named_parameters())
     assert model.config.n_att == [2, 4] and model.blocks[0].att.q.inserted is not None  # left alone
-    twice = insert_experts(model, 2, 0, 'partial')
+    twice = insert_experts(model, 2, 0)
     assert (twice.config.n_att, twice.config.new_att, twice.config.new_ffd) == ([3, 5], 2, 0)
     close_router(twice, {'blocks.0.att': [3, 4], 'blocks.1.att': [5, 6]})
     assert torch.allclose(twice(x)[0], model(x)[0], rtol=0, atol=1e-12)
-    assert {n for n, p in twice.named_parameters() if p.requires_grad} == {
-        f'blocks.{i}.att.{part}.inserted' for i in range(2) for part in ('q', 'o', 'router.A')}
-    assert 'rout_reg' not in flat(x)[2]
 
 
 # ---- Pruning -------------------------------------------------------------------------------------
@@ -405,9 +339,9 @@ def test_count_usage_against_a_loop():
     assert model.training and not count_usage(model.eval(), []) and not model.training
     want = {pool: torch.zeros_like(count) for pool, count in usage.items()}
     for x, y in batches:
-        for pool, gates in oracle(model, x)[2].items():
-            for gate, target in zip(gates, y.flatten()):
-                for e in gate if target >= 0 else ():
+        for pool, log in oracle(model, x)[2].items():
+            for (_, gates), target in zip(log, y.flatten()):
+                for e in gates if target >= 0 else ():
                     want[pool][e] += 1
     assert len(want) == 4 and all(torch.equal(usage[pool], want[pool]) for pool in want)
 
@@ -415,49 +349,37 @@ def test_count_usage_against_a_loop():
 COUNTS = dict(att=[6, 4, 1, 1], ffd=[4, 1, 1, 0, 6])     # in the second layer in reverse
 
 
-@pytest.mark.parametrize('changes', [dict(), dict(n_att=3, n_ffd=4, new=(1, 1))], ids=str)
 @pytest.mark.parametrize('threshold, normalise, kept', [
     (0.16, 'max', dict(att=[0, 1, 2, 3], ffd=[0, 1, 2, 4])),
     (1 / 12, 'sum', dict(att=[0, 1, 2, 3], ffd=[0, 1, 2, 4])),           # not below the threshold
     # K stay
     (0.09, 'sum', dict(att=[0, 1], ffd=[0, 4])), (9.0, 'max', dict(att=[0, 1], ffd=[0, 4]))])
-def test_prune_by_hand(changes, threshold, normalise, kept):
-    model = make(**changes).requires_grad_(False)
+def test_who_stays(threshold, normalise, kept):
+    model = make(n_att=3, n_ffd=4, new=(1, 1)).requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     usage = {f'blocks.{i}.{pool}': torch.tensor(counts[::-1] if i else counts)
              for i in range(2) for pool, counts in COUNTS.items()}
     pruned, table = prune_experts(model, usage, threshold, normalise)
-    flat = absorb_inserted(model).state_dict()
-    for i in range(2):
-        for pool, parts in (('att', ('q', 'o', 'router.A')), ('ffd', ('fc', 'down', 'router.A'))):
-            n = 4 if pool == 'att' else 5
-            stay = sorted(n - 1 - e for e in kept[pool]) if i else kept[pool]
-            for part in parts:
-                name = f'blocks.{i}.{pool}.{part}.weight'
-                assert torch.equal(pruned.state_dict()[name], flat[name][stay]), name
-    assert pruned.config.n_att == [len(kept['att'])] * 2
-    assert pruned.config.n_ffd == [len(kept['ffd'])] * 2
-    for name in ('wte.weight', 'head.weight', 'ln_f.weight', 'blocks.1.att.kv.weight',
-                 'blocks.0.ffd.router.B.weight'):
-        assert torch.equal(pruned.state_dict()[name], before[name])
-    assert all(p.requires_grad for p in pruned.parameters()) and pruned.training
-    assert list(table) == [dict(layer=f'blocks.{i}.{pool}', before=n, after=len(kept[pool]))
-                           for i in range(2) for pool, n in (('att', 4), ('ffd', 5))]
+    rows = []
+    for pool in usage:
+        A, pruned_A = (m.get_submodule(pool).router.A for m in (model, pruned))
+        n, kind = len(rows_of(A)), pool[-3:]
+        stay = kept[kind] if pool.startswith('blocks.0') else [n - 1 - e for e in kept[kind][::-1]]
+        assert torch.equal(pruned_A.weight, torch.stack(rows_of(A))[stay])
+        rows.append(dict(layer=pool, before=n, after=len(stay)))
+    assert list(table) == rows
     share = sum(p.numel() for p in pruned.parameters()) / sum(p.numel() for p in model.parameters())
     assert abs(table.left - share) < 1e-9 and f'{100 * share:.1f}%' in str(table)
     assert str(table).splitlines()[2].split() == ['blocks.0.ffd', str(len(kept['ffd'])), 'of', '5']
+    assert all(p.requires_grad for p in pruned.parameters()) and pruned.training
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())     # a copy
 
 
 @pytest.mark.parametrize('changes', [dict(), dict(new=(1, 2)), WIDE], ids=str)
 def test_pruned_is_the_model_with_those_modules_closed(changes):
-    """A router row that is gone leaves the softmax over the others: what a logit of -inf does.
-    Where a token had chosen only modules that stay, it takes the same ones, with gates that share
-    out the lost probability alike."""
+    """A router row that is gone leaves the softmax over the others: what a logit of -inf does."""
     model, x = make(**changes).eval(), tokens(4, 8)
-    before = model.routes(x)['blocks.0.att']
-    a, b = (before.flatten(0, 1) > 0).sum(0).topk(2).indices.sort().values.tolist()
-    keep = {'blocks.0.att': [a, b], 'blocks.0.ffd': [0, 2, 4], 'blocks.1.att': [0, 2, 3],
+    keep = {'blocks.0.att': [1, 3], 'blocks.0.ffd': [0, 2, 4], 'blocks.1.att': [0, 2, 3],
             'blocks.1.ffd': [1, 3]}
     usage, gone = {}, {}
     for name, gate in model.routes(x).items():
@@ -465,24 +387,14 @@ def test_pruned_is_the_model_with_those_modules_closed(changes):
         gone[name] = [e for e in range(gate.size(-1)) if e not in keep[name]]
     pruned, table = prune_experts(model, usage)
     assert [row['after'] for row in table] == [2, 3, 3, 2] and not pruned.training
-    c = pruned.config
-    assert c.n_att == [2, 3] and c.n_ffd == [3, 2] and c.new_att == 0
     closed = close_router(copy.deepcopy(model), gone)
     assert torch.allclose(pruned(x)[0], closed(x)[0], rtol=0, atol=1e-11)
     assert not torch.allclose(pruned(x)[0], model(x)[0], atol=1e-3)
-    after = pruned.routes(x)['blocks.0.att']
-    same = (before[..., [a, b]] > 0).all(-1)
-    gates = before[..., [a, b]][same]
-    assert same.any() and (after[same] > gates).all()
-    assert torch.allclose(after[same], gates / gates.sum(-1, keepdim=True))      # K of K are left
     again, _ = prune_experts(closed, batches=[(x, x)], threshold=1e-9)
     assert torch.allclose(again(x)[0], closed(x)[0], rtol=0, atol=1e-11)   # they had no probability
 
 
-def test_surgery_errors():
-    model, x = make(), tokens()
-    with pytest.raises((AssertionError, ValueError)):
-        insert_experts(model, router='half')
-    for batches in ([], [(x, torch.full_like(x, -1))]):
-        with pytest.raises((AssertionError, ValueError), match='at least one target'):
-            prune_experts(model, batches=batches)
+def test_pruning_needs_targets():
+    for batches in ([], [(tokens(), torch.full_like(tokens(), -1))]):
+        with pytest.raises(ValueError, match='at least one target'):
+            prune_experts(make(), batches=batches)

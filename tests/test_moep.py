@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import moep
 from conftest import ROOT
-from moep import MoEP, MoEPConfig
-from oracles import compare, same_routes, tokens
+from moep import MoEP, MoEPConfig, Router
+from oracles import attend, compare, gate_up, gelu, route, same_routes, switch_balance, tokens
 from plumbing.settings import read_config
 
 SMALL = dict(vocab_size=37, block_size=24, n_layer=2, n_head=2, n_embd=32, n_parallel=2,
@@ -30,67 +29,44 @@ def make(dtype=torch.float64, **changes):
 # ---- The slow version ----------------------------------------------------------------------------
 
 
-def softmax_attention(q, k, v):
-    """(T, d) each: token t reads tokens 0..t."""
-    out = []
-    for t in range(len(q)):
-        scores = torch.stack([q[t] @ k[i] for i in range(t + 1)]) / math.sqrt(q.size(1))
-        weights = torch.softmax(scores, 0)
-        out.append(sum(weights[i] * v[i] for i in range(t + 1)))
-    return torch.stack(out)
-
-
 def act(h, swiglu):
-    if swiglu:
-        half = len(h) // 2
-        return h[:half] * torch.sigmoid(h[:half]) * h[half:]
-    return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+    return gate_up(h) if swiglu else gelu(h, tanh=True)
 
 
 def block(x, n_head, swiglu, ln1, qkv, proj, ln2, fc, down):
-    """One pre-LayerNorm block over one sequence x (T, D); maps are (weight (in, out), bias)."""
-    T, D = x.shape
-    h = torch.stack([F.layer_norm(x[t], (D,), *ln1) @ qkv[0] + qkv[1] for t in range(T)])
-    q, k, v = h[:, :D], h[:, D:2 * D], h[:, 2 * D:]
-    d = D // n_head
-    parts = zip(q.split(d, 1), k.split(d, 1), v.split(d, 1))
-    heads = [softmax_attention(*part) for part in parts]
-    x = x + torch.cat(heads, 1) @ proj[0] + proj[1]
+    """One pre-LayerNorm block over one sequence, a list of vectors; each map is (weight (in, out),
+    bias)."""
+    D = len(x[0])
+    q, k, v = [], [], []
+    for u in x:
+        joint = F.layer_norm(u, (D,), *ln1) @ qkv[0] + qkv[1]
+        for part, heads in zip(joint.chunk(3), (q, k, v)):
+            heads.append(part.split(D // n_head))
     out = []
-    for t in range(T):
-        h = act(F.layer_norm(x[t], (D,), *ln2) @ fc[0] + fc[1], swiglu)
-        out.append(x[t] + h @ down[0] + down[1])
-    return torch.stack(out)
+    for u, joined in zip(x, attend(q, k, v)):
+        u = u + joined @ proj[0] + proj[1]
+        h = act(F.layer_norm(u, (D,), *ln2) @ fc[0] + fc[1], swiglu)
+        out.append(u + h @ down[0] + down[1])
+    return out
 
 
-def route(x, weight, K):
-    """-> the gates of one token over all choices, and its probabilities."""
-    prob = torch.softmax(weight @ x, 0)
-    best = sorted(range(len(prob)), key=lambda i: -prob[i].item())[:K]
-    total = sum(prob[i] for i in best)
-    return {i: prob[i] / total for i in best}, prob
-
-
-def balance(probs, gates, form):
-    n = len(probs[0])
-    p = [sum(prob[i] for prob in probs) / len(probs) for i in range(n)]
+def balance(log, form):
     if form == 'switch':
-        picks = sum(len(g) for g in gates)
-        return n * sum(sum(i in g for g in gates) / picks * p[i] for i in range(n))
+        return switch_balance(log)
+    p = sum(prob for prob, _ in log) / len(log)
     entropy = -sum(q * torch.log(q) for q in p)
     return -entropy if form == 'entropy' else entropy
 
 
 def oracle(model, idx):
-    """-> logits (B, T, V), auxiliary losses, {layer: [gates of a token]}"""
+    """-> logits (B, T, V), auxiliary losses, {layer: [(probabilities, gates) of a token]}"""
     c, m = model.config, model
-    probs, gates = {}, {}
+    logs = {}
 
-    def choose(name, x, weight):
-        gate, prob = route(x, weight, c.top_k)
-        probs.setdefault(name, []).append(prob)
-        gates.setdefault(name, []).append(gate)
-        return gate
+    def choose(name, x, router):
+        routed = route(router.linear.weight, x, c.top_k)
+        logs.setdefault(name, []).append(routed)
+        return routed[1].items()
 
     def full_block(b, x):
         maps = [(linear.weight.T, linear.bias) for linear in (b.qkv, b.proj, b.fc, b.down)]
@@ -103,35 +79,35 @@ def oracle(model, idx):
                   getattr(layer, f'{name}_bias')[p]) for name in names]
         return block(x, c.n_head_parallel, c.swiglu, *parts)
 
+    def expert(moe, e, x):
+        if c.swiglu:
+            x = gate_up(F.layer_norm(x, x.shape) @ moe.fc[e] + moe.fc_bias[e])
+        return x @ moe.down[e] + moe.down_bias[e]
+
     def mixture(name, moe, x):
-        def expert(e):
-            if not c.swiglu:
-                return x @ moe.down[e] + moe.down_bias[e]
-            h = act(F.layer_norm(x, x.shape) @ moe.fc[e] + moe.fc_bias[e], True)
-            return h @ moe.down[e] + moe.down_bias[e]
-        return sum(g * expert(e) for e, g in choose(name, x, moe.router.linear.weight).items())
+        return [sum(g * expert(moe, e, v) for e, g in choose(name, v, moe.router)) for v in x]
 
     rows = []
     for row in idx:
-        x = torch.stack([m.wte.weight[i] + m.wpe.weight[t] for t, i in enumerate(row)])
+        x = [m.wte.weight[i] + m.wpe.weight[t] for t, i in enumerate(row)]
         for b in m.first:
             x = full_block(b, x)
         if c.n_parallel:
-            x = torch.stack([mixture('shrink', m.shrink, v) for v in x])
+            x = mixture('shrink', m.shrink, x)
             for n, layer in enumerate(m.parallel):
                 outs = [small_block(layer, p, x) for p in range(c.n_block)]
-                chosen = [choose(f'parallel.{n}', v, layer.router.linear.weight) for v in x]
-                x = torch.stack([sum(g * outs[p][t] for p, g in gate.items())
-                                 for t, gate in enumerate(chosen)])
-            x = torch.stack([mixture('grow', m.grow, v) for v in x])
+                x = [sum(g * outs[p][t] for p, g in choose(f'parallel.{n}', v, layer.router))
+                     for t, v in enumerate(x)]
+            x = mixture('grow', m.grow, x)
         for b in m.last:
             x = full_block(b, x)
-        rows.append(F.layer_norm(x, (c.n_embd,), m.ln_f.weight, m.ln_f.bias) @ m.wte.weight.T)
+        states = [F.layer_norm(v, v.shape, m.ln_f.weight, m.ln_f.bias) for v in x]
+        rows.append(torch.stack([m.wte.weight @ v for v in states]))
     aux = {}
-    for name in probs:
+    for name, log in logs.items():
         kind = 'block_balance' if name.startswith('parallel') else 'expert_balance'
-        aux[kind] = aux.get(kind, 0) + balance(probs[name], gates[name], c.balance)
-    return torch.stack(rows), aux, gates
+        aux[kind] = aux.get(kind, 0) + balance(log, c.balance)
+    return torch.stack(rows), aux, logs
 
 
 @pytest.mark.parametrize('changes', [
@@ -141,26 +117,12 @@ def test_oracle(changes):
     """Logits, loss, balance losses, every gradient and every gate."""
     model, x, y = make(**changes), tokens(T=6), tokens(T=6, seed=2)
     y[0, 3] = -1
-    logits, aux, gates = oracle(model, x)
+    logits, aux, logs = oracle(model, x)
     weights = dict(block_balance=0.3, expert_balance=0.7) if aux else {}
     compare(model, x, y, logits, aux, weights)
-    same_routes(model.routes(x), gates)
+    same_routes(model.routes(x), logs)
     before = model.config.n_layer // 2 if model.parallel else 3
     assert (len(model.first), len(model.last)) == (before, model.config.n_layer - before)
-
-
-# ---- Sparse is dense -----------------------------------------------------------------------------
-
-
-def test_grouped_mm_without_its_kernel(monkeypatch):
-    """Widths that the kernel refuses, then a torch that has no kernel: a loop over the groups."""
-    ends = torch.tensor([3, 3, 10], dtype=torch.int32)   # the second group is empty
-    for d_in, d_out in ((7, 5), (8, 5), (7, 8), (8, 16)):
-        if (d_in, d_out) == (8, 16):
-            monkeypatch.delattr(F, 'grouped_mm')
-        x, w = torch.randn(10, d_in), torch.randn(3, d_in, d_out)
-        expected = torch.stack([x[r] @ w[g] for r, g in enumerate([0] * 3 + [2] * 7)])
-        assert torch.allclose(moep.grouped_mm(x, w, ends), expected, atol=1e-5)
 
 
 # ---- Balance losses ------------------------------------------------------------------------------
@@ -169,7 +131,7 @@ def test_grouped_mm_without_its_kernel(monkeypatch):
 def test_entropy_of_a_choice_without_any_probability():
     """A probability may be 0, whose logarithm is not finite. It adds nothing to the loss."""
     x = torch.tensor([[0.0, 0.0, -1e4, -1e4]], requires_grad=True)
-    router = moep.Router(4, 4, MoEPConfig(**SMALL, balance='entropy'))
+    router = Router(4, 4, MoEPConfig(**SMALL, balance='entropy'))
     torch.nn.init.eye_(router.linear.weight)             # scores are what it reads
     loss = router(x)[2]['balance']
     loss.backward()
@@ -202,20 +164,3 @@ def test_paper_sizes():
     defaults = vars(MoEPConfig())                       # whoever copies the file trains the paper's
     paper = read_config(ROOT / 'config/paper/moep.py')
     assert all(defaults[key] == value for key, value in paper.items() if key in defaults)
-
-
-@pytest.mark.parametrize('swiglu', [False, True])
-def test_active_parameters_by_hand(swiglu):
-    D, d, P, E, K, V, hidden = 32, 16, 4, 3, 2, 37, 24
-    up = 8 if swiglu else 4
-    full = 4 * D + 3 * D * D + 3 * D + D * D + D + up * D * D + up * D + 4 * D * D + D
-    shared = P * d + P * (2 * d + 3 * d * d + 3 * d)     # router, norm, queries, keys, values
-    chosen = K * (d * d + d + 2 * d + up * d * d + up * d + 4 * d * d + d)
-
-    def expert(d_in, d_out):
-        if swiglu:
-            return d_in * 2 * hidden + 2 * hidden + hidden * d_out + d_out
-        return d_in * d_out + d_out
-    moe = (E * D + K * expert(D, d)) + (E * d + K * expert(d, D))
-    active = make(swiglu=swiglu).count_params()[1]
-    assert active == V * D + 2 * full + 2 * (shared + chosen) + moe + 2 * D

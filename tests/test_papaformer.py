@@ -84,12 +84,13 @@ def auxiliary(pi, form):
 
 
 def oracle(model, idx, noise=None):
-    """-> logits (B, T, V), auxiliary losses, {layer: weights (B, T, k+1)}. noise: (B, T, k+1) per
+    """-> logits (B, T, V), auxiliary losses, {layer: weights (B, T, k+1)}, {layer: (outputs of the
+    paths, what the next blocks read), for the last token of each row}. noise: (B, T, k+1) per
     layer."""
     c, m, k = model.config, model, len(model.config.path_embd)
     unequal = len(set(c.path_embd)) > 1
     assert [len(m.first), len(m.last)] == [c.n_layer // 2, (c.n_layer + 1) // 2] or not c.n_parallel
-    weights, probabilities, rows = {}, {}, []
+    weights, probabilities, rows, outputs = {}, {}, [], {}
     for n_row, row in enumerate(idx):
         x = [m.wte.weight[i] for i in row]
         for b in m.first:
@@ -104,6 +105,8 @@ def oracle(model, idx, noise=None):
             if c.connection == 'share':
                 own_maps = unequal and n < c.n_parallel - 1
                 reads = [[con.maps[i if own_maps else 0].weight @ v for v in y] for i in range(k)]
+                last = [path[-1] for path in f], [path[-1] for path in reads]
+                outputs.setdefault(n, []).append(last)
                 x = reads[0]
                 continue
             out = []
@@ -124,7 +127,7 @@ def oracle(model, idx, noise=None):
     names = ('entropy', 'load') if layers else ()
     aux = {name: sum(layer[name] for layer in layers) for name in names}
     weights = {name: torch.stack(w).view(*idx.shape, -1) for name, w in weights.items()}
-    return torch.stack(rows), aux, weights
+    return torch.stack(rows), aux, weights, outputs
 
 
 G1, G2 = dict(connection='gumbel1'), dict(connection='gumbel2')
@@ -148,7 +151,7 @@ def test_oracle(changes, training):
         shape = (*x.shape, len(model.config.path_embd) + 1)
         noise = [-torch.log(torch.empty(shape, dtype=torch.float64).exponential_())
                  for _ in model.parallel]
-    logits, aux, weights = oracle(model, x, noise)
+    logits, aux, weights, _ = oracle(model, x, noise)
     compare(model, x, y, logits, aux, dict(entropy=0.3, load=0.7) if aux else {})
     torch.manual_seed(5)
     routes = model.routes(x)
@@ -208,60 +211,32 @@ def test_what_compose_takes_from_the_paths():
     assert compose(paths, dropout=0.0).config.dropout == 0.0
 
 
-@pytest.mark.parametrize('change, settings, words', [
-    (dict(n_layer=2), {}, 'differ in n_layer'),
-    (dict(n_embd=16), dict(connection='gumbel1'), 'share'),
-    ({}, dict(n_embd=16), 'follow from the paths')])
-def test_compose_errors(change, settings, words):
-    with pytest.raises((AssertionError, ValueError), match=words):
-        compose([make_path(), make_path(**change)], **settings)
+def test_what_does_not_compose():
+    for change, settings in ((dict(n_layer=2), {}), ({}, dict(n_embd=16))):
+        with pytest.raises(AssertionError):
+            compose([make_path(), make_path(**change)], **settings)
 
 
 # ---- Which path is used --------------------------------------------------------------------------
 
 
-def test_path_usage_of_gumbel():
-    """Identity blocks; channel 0 of a token's embedding says path 0 or 1, channel 1 asks for the
-    mix. The second layer has its rows swapped. Only the last token counts."""
-    for connection in ('gumbel1', 'gumbel2'):
-        model = make(connection=connection).eval()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name.endswith(('proj.weight', 'down.weight', 'linear.weight')):
-                    p.zero_()
-            model.shrink.maps[0].weight.copy_(torch.eye(8, 16))
-            model.wte.weight[:3, :2] = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.1, 2.0]])
-            for layer, (up, down) in zip(model.parallel, ((0, 1), (1, 0))):
-                layer.connection.combine.weight.copy_(torch.eye(8, 16))
-                w = layer.connection.router.linear.weight
-                w[up, 0], w[down, 0], w[2, 1] = 1.0, -1.0, 1.0
-        idx = torch.tensor([[2, 1, 0], [0, 0, 1], [0, 1, 2]])
-        assert path_usage(model, idx).tolist() == [[0, 1], [1, 0], [2, 2]]
-        assert not any(m._forward_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize('widths', [[8, 8], [8, 4], [8, 8, 8]])
-def test_path_usage_of_share(widths):
-    """The first Connection passes path 0's output on, the second the last path's; the third has no
-    say. The other path's output is larger, so that a plain product would choose it."""
-    k = len(widths)
-    changes = dict(n_parallel=3, path_embd=widths, path_head=[1] * k, path_ffn_hidden=None)
-    model = make(**changes).eval()
-    eye = torch.eye(sum(widths), dtype=torch.float64)
-    with torch.no_grad():
-        for layer, chosen in zip(model.parallel, (0, k - 1)):
-            for i, (w, m) in enumerate(zip(widths, layer.connection.maps)):
-                picked = i if len(layer.connection.maps) > 1 else chosen
-                m.weight.copy_(eye[sum(widths[:picked]):][:w] * (1 if picked == chosen else -3))
-            for i, b in enumerate(layer.blocks):
-                b.down.weight.mul_(1 if i == chosen else 30)
-    assert path_usage(model, tokens(5, 6)).tolist() == [[0, k - 1]] * 5
+@pytest.mark.parametrize('changes', [G1, G2, dict(n_parallel=3), dict(UNEQUAL, n_parallel=3)],
+                         ids=str)
+def test_path_usage(changes):
+    """Of the last token. Gumbel: its choice. Share: the path whose output is most similar to what
+    the next layer reads, but for the last layer."""
+    model, x = make(**changes).eval(), tokens(9, 4)
+    _, _, weights, outputs = oracle(model, x)
+    want = [[row[-1].tolist().index(1) for row in layer] for layer in weights.values()]
+    for n in range(len(model.parallel) - 1) if not weights else ():
+        layer = []
+        for f, reads in outputs[n]:                      # of each path, for the last token of a row
+            cosines = [a @ b / torch.sqrt((a @ a) * (b @ b)) for a, b in zip(f, reads)]
+            layer.append(cosines.index(max(cosines)))
+        want.append(layer)
+    assert len({*sum(want, [])}) > 1
+    assert torch.equal(path_usage(model, x), torch.tensor(want).T)
     assert not any(m._forward_hooks for m in model.modules())
-    model, idx = make(**changes).eval(), tokens(5, 6)
-    by_length = torch.stack([path_usage(model, idx[:, :t]) for t in range(1, 7)])
-    assert (by_length != by_length[0]).any()             # the last token's, not the first one's
-    with pytest.raises((AssertionError, ValueError), match='parallel layers'):
-        path_usage(make(**DENSE), tokens())
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

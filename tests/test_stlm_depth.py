@@ -4,10 +4,10 @@ without them."""
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import stlm_depth
 from oracles import attention, compare, rms, swiglu, tokens, uncached
@@ -17,7 +17,7 @@ SMALL = dict(vocab_size=37, block_size=16, n_layer=4, n_head=4, n_kv_head=2, n_e
              ffn_hidden=12, dropout=0.0, capacity=0.4)
 ROUTED = [{}, dict(route_every=3, n_layer=3, n_kv_head=1),
           dict(capacity=0.01, n_layer=2, n_kv_head=4)]
-PLAIN = dict(capacity=1.0, n_layer=3)
+PLAIN = dict(capacity=1.0, n_layer=1)
 EXITS = dict(n_layer=5, capacity=1.0, exit_loss=True)
 
 
@@ -93,19 +93,14 @@ def oracle(model, idx, training):
     return states, passes, list(surprise.values())
 
 
-def surprisal(model, state, targets):
-    """(B, T) nats of each target, through the final norm and the head; 0 where there is no
-    target."""
-    rows = []
-    for row, ids in zip(state, targets.tolist()):
-        logits = [model.wte.weight @ rms(v, model.norm_f.weight) for v in row]
-        rows.append([g.exp().sum().log() - g[y] if y >= 0 else 0 * g[0]
-                     for g, y in zip(logits, ids)])
-    return torch.stack([torch.stack(row) for row in rows])
-
-
 def mean_surprisal(model, state, targets):
-    return surprisal(model, state, targets).sum() / (targets >= 0).sum()
+    """Nats per target, through the final norm and the head."""
+    nats = []
+    for v, y in zip(state.flatten(0, 1), targets.flatten().tolist()):
+        if y >= 0:
+            logits = model.wte.weight @ rms(v, model.norm_f.weight)
+            nats.append(torch.log(torch.exp(logits).sum()) - logits[y])
+    return sum(nats) / len(nats)
 
 
 def passing(model, idx):
@@ -197,8 +192,6 @@ def test_cache_in_pieces(sizes):
         pieces = [model(part, cache=cache)[0] for part in rows.split(sizes, dim=1)]
         assert same(torch.cat(pieces, 1), full, 1e-12)
         assert len(cache) == 4 and cache[0][0].shape == (len(rows), 2, 16, 4)
-        with pytest.raises(ValueError, match='block_size'):
-            model(rows[:, :1], cache=cache)
 
 
 # ---- Generation ----------------------------------------------------------------------------------
@@ -250,49 +243,22 @@ def test_a_guess_that_is_right_up_to_rounding_stays(monkeypatch):
 # ---- Sampling with drafts ------------------------------------------------------------------------
 
 
-def next_token(model, idx, temperature, top_k):
-    """The exact distribution after each row, by hand."""
-    logits = model(idx)[0][:, -1] / temperature
-    least = [[sorted(row)[-top_k]] for row in logits.tolist()]
-    chance = logits.exp() * (logits >= torch.tensor(least))
-    return chance / chance.sum(1, keepdim=True)
-
-
 @torch.no_grad()
-def exact_texts(model, prompt, n, temperature, top_k):
-    """{tokens: probability} of all continuations, also of those that cannot be."""
-    texts = [*itertools.product(range(model.config.vocab_size), repeat=n)]
-    chance = torch.ones(len(texts))
-    for i in range(n):
-        before = torch.tensor([[*prompt, *text[:i]] for text in texts])
-        p = next_token(model, before, temperature, top_k)
-        chance *= torch.stack([row[text[i]] for row, text in zip(p, texts)])
-    return dict(zip(texts, chance.tolist()))
-
-
-def chi_square(counts, want):
-    """Of the cells with a fair count, in standard deviations above its mean; the others must be
-    rare."""
-    n = sum(counts.values())
-    cells = [key for key, p in want.items() if p * n > 5]
-    rest = n - sum(counts.get(key, 0) for key in cells)
-    assert rest <= 20 + 2 * n * (1 - sum(want[key] for key in cells))
-    found = sum((counts.get(key, 0) - n * want[key]) ** 2 / (n * want[key]) for key in cells)
-    return (found - len(cells)) / math.sqrt(2 * len(cells))
+def exact_texts(model, text, n, temperature, top_k):
+    """{n tokens: probability} of all continuations of a text that can be."""
+    if n == 0:
+        return {(): 1.0}
+    logits = model(torch.tensor([text]))[0][0, -1] / temperature
+    best = sorted(range(len(logits)), key=lambda i: -logits[i].item())[:top_k]
+    chances = {}
+    for i in best:
+        chance = (logits[i].exp() / logits[best].exp().sum()).item()
+        for rest, p in exact_texts(model, [*text, i], n - 1, temperature, top_k).items():
+            chances[i, *rest] = chance * p
+    return chances
 
 
 TINY = dict(vocab_size=4, block_size=8, n_layer=3, n_head=1, n_kv_head=1, n_embd=8, ffn_hidden=8)
-
-
-@torch.no_grad()
-def count_texts(model, prompt, n, rows, calls, **keys):
-    torch.manual_seed(0)
-    counts = {}
-    for _ in range(calls):
-        texts = model.generate(torch.tensor([prompt] * rows), n, **keys)
-        for text in texts[:, len(prompt):].tolist():
-            counts[tuple(text)] = counts.get(tuple(text), 0) + 1
-    return counts
 
 
 def test_sampled_drafts_have_the_models_distribution(accepted):
@@ -301,27 +267,25 @@ def test_sampled_drafts_have_the_models_distribution(accepted):
     model = make(25, 0.5, capacity=0.5, **TINY).eval()
     keys = dict(temperature=0.8, top_k=2)
     want = exact_texts(model, [1, 2], 3, **keys)
-    assert abs(sum(want.values()) - 1) < 1e-9 and sum(p > 0 for p in want.values()) == 8
-    assert chi_square(count_texts(model, [1, 2], 3, 10_000, 1, **keys), want) < 6
-    accepted.clear()
+    torch.manual_seed(0)
     for rows, calls in ((10_000, 1), (1, 100)):
-        counts = count_texts(model, [1, 2], 3, rows, calls, **keys, draft_layers=1, n_draft=2)
-        assert chi_square(counts, want) < 6
+        counts = Counter()
+        for _ in range(calls):
+            texts = model.generate(torch.tensor([[1, 2]] * rows), 3, **keys, draft_layers=1,
+                                   n_draft=2)
+            counts.update(map(tuple, texts[:, 2:].tolist()))
+        n = rows * calls
+        assert counts.keys() <= want.keys()
+        for text, p in want.items():
+            assert abs(counts[text] / n - p) < 5 * math.sqrt(p / n), text
     assert {(2, 1), (2, 2), (2, 3)} <= {*accepted}
 
 
 # ---- Early exit ----------------------------------------------------------------------------------
 
 
-def test_drop_rates():
-    model = make(n_layer=5, layer_dropout=0.3)
-    want = [0.0, 0.3 * (2 ** 0.25 - 1), 0.3 * (2 ** 0.5 - 1), 0.3 * (2 ** 0.75 - 1), 0.3]
-    assert [model.drop_rate(i) for i in range(5)] == pytest.approx(want)
-    assert make(n_layer=1, layer_dropout=0.3).drop_rate(0) == 0
-
-
 def test_dropped_layers_add_nothing():
-    """Rows as a whole, each by itself, as often as the rates say; what is kept is not scaled."""
+    """Rows as a whole, each by itself, at LayerSkip's rates; what is kept is not scaled."""
     model, x = make(layer_dropout=0.8), tokens(3000, 2)
     states, *_ = model.read(x)
     position = torch.arange(2)[None]
@@ -332,82 +296,32 @@ def test_dropped_layers_add_nothing():
             update, *_ = update
         dropped = (after == before).flatten(1).all(1)
         assert torch.equal(after[~dropped], (before + update)[~dropped])
-        rate = model.drop_rate(i)
+        rate = 0.8 * (2 ** (i / 3) - 1)
         assert abs(dropped.double().mean() - rate) <= 4 * math.sqrt(rate * (1 - rate) / 3000)
         before = after
 
 
-@pytest.fixture
-def exits(monkeypatch):
-    """What exit_loss drew: the weights and the exits of the last call. `exits.given` are drawn
-    instead."""
-    class Exits:
-        given = None
-    multinomial = torch.multinomial
-
-    def draw(weights, count, replacement=False):
-        assert replacement or count == 1
-        Exits.weights = weights
-        drawn = multinomial(weights, count, replacement=replacement)
-        Exits.drawn = drawn if Exits.given is None else torch.tensor(Exits.given)
-        return Exits.drawn
-    monkeypatch.setattr(torch, 'multinomial', draw)
-    return Exits
-
-
-@pytest.mark.parametrize('changes', [
-    dict(EXITS, n_layer=4), dict(EXITS, n_layer=4, capacity=0.4)], ids=str)
-def test_exit_loss_oracle(changes, exits):
-    """For each row the cross-entropy at its exit, with all gradients."""
+@pytest.mark.parametrize('changes', [EXITS, dict(EXITS, capacity=0.4)], ids=str)
+def test_exit_loss_oracle(changes, monkeypatch):
+    """For each row the cross-entropy at its exit, with all gradients. An exit after layer l is
+    drawn with a weight of l(l+1)."""
     model, x, y = make(**changes), tokens(3, 4), tokens(3, 4, seed=2)
     y[1, 2:] = -1
     states, _, _ = oracle(model, x, True)
-    exits.given = [2, 1, 2]
-    state = torch.stack([states[layer][row] for row, layer in enumerate(exits.given)])
-    want = mean_surprisal(model, state, y)
+    drawn = []
+
+    def draw(weights, count, replacement):
+        assert count == 3 and replacement
+        drawn.append(weights.tolist())
+        return torch.tensor([2, 1, 2])
+    monkeypatch.setattr(torch, 'multinomial', draw)
     _, loss, aux = model(x, y)
+    assert drawn == [[0, 2, 6, 12]]
+    state = torch.stack([states[layer][row] for row, layer in enumerate([2, 1, 2])])
+    want = mean_surprisal(model, state, y)
     assert same(aux['exit'], want) and same(loss, mean_surprisal(model, states[len(states) - 1], y))
-    assert set(aux) - {'forecast', 'forecast_hits'} == {'exit'}
-    pair = (torch.autograd.grad(v, [*model.parameters()], allow_unused=True)
-            for v in (aux['exit'], want))
-    for (name, _), a, b in zip(model.named_parameters(), *pair, strict=True):
-        late = name.startswith('layers.3')
-        assert (b is None) == (late or '.forecast' in name), name
-        assert (a is None or not a.any()) if b is None else same(a, b), name
+    grads = (torch.autograd.grad(v, [*model.parameters()], materialize_grads=True)
+             for v in (aux['exit'], want))
+    for (name, _), a, b in zip(model.named_parameters(), *grads, strict=True):
+        assert same(a, b), name
     assert 'exit' not in model.eval()(x, y)[2] and 'exit' not in model.train()(x)[2]
-
-
-def test_mean_exit_loss_is_the_weighted_sum(exits):
-    """Over exits 0 to 3 of five layers, weighted 0, 1, 3, 6: e(l) is the sum of 0 to l. Each row
-    draws."""
-    model, x, y = make(**EXITS), tokens(4000, 1), tokens(4000, 1, seed=2)
-    states, *_ = model.read(x)
-    states = [state.detach() for state in states]
-    each = [F.cross_entropy(model.exit_logits(s).flatten(0, 1), y.flatten()).item()
-            for s in states[:-1]]
-    for layer, value in enumerate(each):
-        exits.given = [layer] * 4000
-        assert abs(model.exit_loss(states, y) - value) < 1e-9
-    weights = exits.weights.double() / exits.weights.sum()
-    assert same(weights, torch.tensor([0, 0.1, 0.3, 0.6]), 1e-6)
-    exits.given = None
-    torch.manual_seed(0)
-    assert abs(model.exit_loss(states, y) - weights @ torch.tensor(each)) < 0.1
-    shares = torch.bincount(exits.drawn, minlength=4) / 4000
-    assert shares[0] == 0 and len(exits.drawn) == 4000 and same(shares, weights, 0.03)
-
-
-# ---- Routes, sizes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('changes, routed', [
-    ({}, 2), (dict(n_layer=5), 2), (dict(n_layer=7, route_every=3), 2), (dict(route_every=5), 0),
-    (dict(capacity=1.0), 0), (dict(capacity=0.125, n_layer=2), 1)], ids=str)
-def test_params_by_hand(changes, routed):
-    D, d, H, G, hidden, L = 16, 4, 4, 2, 12, changes.get('n_layer', 4)
-    block = 2 * D + D * (H + 2 * G) * d + D * D + D * 2 * hidden + hidden * D
-    total = 37 * D + D + L * block + routed * (2 * D + 1)
-    capacity = changes.get('capacity', 0.4)
-    model = make(**changes)
-    assert model.count_params() == (total, total - routed * round((1 - capacity) * block))
-    assert sum(t.numel() for t in model.state_dict().values()) == total

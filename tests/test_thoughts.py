@@ -1,8 +1,5 @@
 """Pauses and sentences (STLM, section 5.4): what the tokenizers write, what is a target."""
 
-import math
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -10,21 +7,13 @@ import torch
 import stlm
 from plumbing.machine import Machine
 from plumbing.settings import Settings
-from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer, sentence_tokenizer
+from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer
 from prepare import write_data_set
-from test_stlm import bases, make, texts, whole
-from train import Data, load_bin, score_batches, val_batches
+from test_stlm import bases, texts
+from train import Data, load_bin
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
 PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
-
-
-def odd_texts():
-    """Those of the byte-level model, and random ones of what ends a sentence."""
-    dice = random.Random(4)
-    letters = '.!? \n"\')”a3é\t'
-    marks = [''.join(dice.choices(letters, k=dice.randint(1, 60))) for _ in range(60)]
-    return [*texts(), *marks, PROBLEM, '.' * 300, '.)' * 99, '. ' * 99, '\n' * 5]
 
 
 # ---- Pauses --------------------------------------------------------------------------------------
@@ -35,7 +24,7 @@ def test_pauses_follow_the_first_line():
         tokenizer = pause_tokenizer(base, 3)
         pause = base.n_vocab
         assert (tokenizer.n_vocab, tokenizer.pad, tokenizer.eot) == (pause + 1, pause, base.eot)
-        for text in odd_texts():
+        for text in [*texts(), PROBLEM]:
             ids = tokenizer.encode(text)
             line, newline, rest = text.partition('\n')
             pauses = [pause] * 3 if newline else []
@@ -56,31 +45,15 @@ def test_a_document_in_parts_pauses_once(tmp_path):
 
 
 def test_pauses_are_read_and_never_predicted(tmp_path):
-    """In training and in scoring. The loss is that of a loop over all other tokens, and the
-    solution's first token is predicted from the last pause."""
-    pairs = [('train', PROBLEM)] * 9 + [('val', PROBLEM)] * 2
+    """The solution's first token is predicted from the last pause."""
+    pairs = [('train', PROBLEM)] * 9 + [('val', PROBLEM)]
     write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 4))
     machine = Machine('cpu', 'float32')
     data = Data(Settings(model='stlm', data='d', data_dir=str(tmp_path), batch_size=2), machine)
     data.start(99)
-    pause = data.pad
     x, y = data.batch(data.next_starts())
-    assert (x == pause).any()
-    assert torch.equal(y[:, :-1], x[:, 1:].masked_fill(x[:, 1:] == pause, -1))
-    model = make(dtype=torch.float32, vocab_size=pause + 1, block_size=999).eval()
-    ids = load_bin(tmp_path / 'd', 'val').tolist()
-    logits, _, _ = model(torch.tensor([ids]))
-    costs = []
-    for t, i in enumerate(ids[1:]):
-        if i != pause:
-            costs.append(-logits[0, t].log_softmax(-1)[i].item())
-    assert len(costs) == len(ids) - 1 - 2 * 4
-    (x, y), = batches = list(val_batches(data.val['d'], len(ids), 2, pause))
-    score = score_batches(model, batches, data.token_lengths, machine)
-    assert score['loss'] == pytest.approx(sum(costs) / len(costs), rel=1e-5)
-    n_bytes = 2 * len(PROBLEM)
-    assert score['bits_per_byte'] == pytest.approx(sum(costs) / math.log(2) / n_bytes, rel=1e-5)
-    last = (x[0] == pause).nonzero()[3]                  # the last pause of the first problem
+    assert torch.equal(y[:, :-1], x[:, 1:].masked_fill(x[:, 1:] == data.pad, -1))
+    last = (x[0] == data.pad).nonzero()[3]               # the last pause of the first problem
     assert y[0, last] == data.tokenizer.encode('3')[0] and (y[0, last - 4:last] == -1).all()
 
 
@@ -94,27 +67,6 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
     ('Wait... what', ['Wait...', ' what'])])
 def test_where_sentences_end(text, sentences):
     assert SENTENCES.findall(text) == sentences
-
-
-@pytest.mark.parametrize('limit', [1, 5, 32])
-def test_no_sentence_is_lost(limit):
-    """Text -> chunks -> text. A chunk holds tokens of one sentence, and as many as it may."""
-    for base in bases():
-        tokenizer = sentence_tokenizer(base, limit)
-        V = base.n_vocab + 3
-        assert tokenizer.n_vocab == V and tokenizer.end == [V - 2] + [V - 1] * limit
-        symbols = list(tokenizer.end)
-        for text in odd_texts():
-            ids = tokenizer.encode(text)
-            assert whole(ids, V, limit) and tokenizer.decode(ids) == text
-            symbols += ids + tokenizer.end
-            want = []
-            for sentence in SENTENCES.findall(text):
-                tokens = base.encode(sentence)
-                want += [tokens[i:i + limit] for i in range(0, len(tokens), limit)]
-            rows = np.array(ids).reshape(-1, limit + 1).tolist()
-            assert [row[:row.index(V - 3)] for row in rows] == want
-        assert tokenizer.decode(symbols) == ''.join(odd_texts())
 
 
 # ---- The scripts ---------------------------------------------------------------------------------

@@ -68,16 +68,12 @@ def test_bpe_equals_naive(seed):
     letters = 'ab' if seed < 3 else 'abcde é🙂'
     words = [''.join(rng.choice(letters) for _ in range(rng.randrange(1, 12))) for _ in range(400)]
     counts = Counter(PATTERN.findall(TEXT * 3 + ' '.join(words)))
-    assert train_bpe(counts, 400) == naive_bpe(counts, 400)
+    backwards = dict(reversed(counts.items()))           # the order of the words does not matter
+    assert train_bpe(counts, 400) == train_bpe(backwards, 400) == naive_bpe(counts, 400)
 
 
-def test_bpe_does_not_depend_on_order_and_stops():
-    counts = Counter(PATTERN.findall(TEXT * 2))
-    backwards = dict(reversed(counts.items()))
-    vocab = train_bpe(counts, 10000)
-    assert vocab == train_bpe(backwards, 10000)
-    assert 256 < len(vocab) < 9999
-    assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']     # not what is seen once
+def test_what_is_seen_once_is_not_merged():
+    assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']
 
 
 def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
