@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +11,11 @@ import torch
 import torch.nn as nn
 
 import eval_blimp
-import prepare
 import test_contract
 from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_sentences
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import UserError
-from plumbing.tokenizer import (
-    choose_tokenizer, chunk_tokenizer, copy_tokenizer)
+from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 
 BYTES = choose_tokenizer('bytes')
 EOT = BYTES.eot
@@ -99,20 +97,12 @@ def test_sums_are_float64():
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
     # ab and ba are a tie in harness mode: 1/16 each; aa is better than both
     files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')],
-                 wrong=[('ab', 'aa')])
+                 wrong=[('ab', 'aa')], short=[('a', 'aa'), ('aa', 'a'), ('a', 'b'), ('a', 'aaa')])
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     sentences = Sentences(paradigms, BYTES)
     result = evaluate(paradigms, sentences, score_sentences(HALVES, sentences))
-    accuracies = {name: r['accuracy'] for name, r in result.items()}
-    assert accuracies == dict(tie=100.0, same=100.0, wrong=0.0)
-
-
-def test_shorter_sentence_baseline(tmp_path):
-    files = {'p': [('aa', 'aaa'), ('aaa', 'aa'), ('aa', 'ab'), ('a', 'aaa')]}    # 1 + 0 + 1/2 + 1
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
-    sentences = Sentences(paradigms, BYTES)
-    result = evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))
-    assert result['p']['shorter'] == 62.5
+    assert [result[name]['accuracy'] for name in ('tie', 'same', 'wrong')] == [100, 100, 0]
+    assert result['short']['shorter'] == 62.5            # (1 + 0 + 1/2 + 1) / 4
 
 
 @pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
@@ -188,27 +178,21 @@ def test_published_columns():
 
 # ---- The command --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('mode', ['harness', 'babylm2025'])
-def test_one_checkpoint(run, mode, tmp_path):
+def test_one_checkpoint(run, smoke, tmp_path):
     """Accuracy by paradigm, by field and overall, of scores that are found one by one."""
-    model = make('moep')
-    bytes_set = tmp_path / 'bytes'
-    prepare.write_data_set(bytes_set, [('train', 'a'), ('val', 'b')], BYTES)
-    copy_tokenizer(bytes_set, tmp_path)
-    torch.save(dict(model='moep', config=asdict(model.config), settings={}, iter=20, words=9.0,
-                    tokenizer=BYTES.hash, weights=model.state_dict(), adapted=[], frozen=[]),
-               tmp_path / 'ckpt.pt')
+    folder = smoke('config/moep.py')
+    model, ckpt = load_checkpoint(folder)
     fields = dict(p='syntax', q='syntax', r='semantics')
     pairs = {name: random_pairs(10, seed) for seed, name in enumerate(fields)}
     rows = {name: [dict(sentence_good=good, sentence_bad=bad, field=fields[name])
                    for good, bad in pairs[name]] for name in fields}
     data = write_pairs(tmp_path / 'd', rows)
-    run('eval_blimp.py', tmp_path, '--data', data, '--mode', mode, '--device', 'cpu',
-        '--json', tmp_path / 'x.json', here=True)
+    run('eval_blimp.py', folder, '--data', data, '--device', 'cpu', '--json', tmp_path / 'x.json',
+        here=True)
     result, = json.loads((tmp_path / 'x.json').read_text())['runs']
     accuracy = {}
     for name in fields:
-        good, bad = ([one_by_one(model, text, mode) for text in texts]
+        good, bad = ([one_by_one(model, text, 'harness', run_tokenizer(ckpt)) for text in texts]
                      for texts in zip(*pairs[name]))
         assert result['paradigms'][name]['good'] == pytest.approx(good, abs=1e-4)
         accuracy[name] = 100 * np.mean([g >= b for g, b in zip(good, bad)])
