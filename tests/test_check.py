@@ -63,14 +63,6 @@ def router(**methods):
     return changed(router=type('ChangedRouter', (Router,), methods))
 
 
-def gates(change):
-    """A MoEP whose routers give other gates."""
-    def weigh(self, score_NE, choice_NK):
-        gate_NK, losses = Router.weigh(self, score_NE, choice_NK)
-        return change(gate_NK), losses
-    return router(weigh=weigh)
-
-
 def built(add, Base=MoEP):
     """The constructor also does this."""
     def __init__(self, *args):
@@ -103,6 +95,11 @@ def three_in_training(self, score_NE):
     return score_NE.argsort(descending=True)[:, :3 if self.training else 2]
 
 
+def doubled(self, score_NE, choice_NK):
+    gate_NK, losses = Router.weigh(self, score_NE, choice_NK)
+    return 2 * gate_NK, losses
+
+
 def the_same_twice(self, score_NE):
     return Router.choose(self, score_NE)[:, :1].expand(-1, 2)
 
@@ -120,7 +117,7 @@ FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
     ('rebuilds', 'random weights', states(
         lambda m, x, idx: x * m.scale,
         __init__=built(lambda m: setattr(m, 'scale', torch.randn(m.config.n_embd))))),
-    ('routes', 'gates sum to 2', gates(lambda gate_NK: 2 * gate_NK)),
+    ('routes', 'gates sum to 2', router(weigh=doubled)),
     ('routes', 'more in training', router(choose=three_in_training)),
     ('routes', 'the same twice', type('Twice', (router(choose=the_same_twice),),
                                       dict(gates_sum_to_1=False))),

@@ -278,15 +278,12 @@ def test_shares_of_routes():
 # ---- Schedules and steps -------------------------------------------------------------------------
 
 def test_learning_rate():
-    s = Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='cosine')
-    rates = [train.learning_rate(it, s, 109) for it in (0, 8, 9, 59, 109, 119)]
-    assert rates == pytest.approx([0.1, 0.9, 1.0, 0.55, 0.1, 0.1])
-    s.schedule = 'linear'
-    assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
+    """(Warm-up and cosine: the loop written out, below.)"""
+    s = Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='linear')
+    rates = [train.learning_rate(it, s, 109) for it in (9, 34, 109, 119)]
+    assert rates == pytest.approx([1.0, 0.775, 0.1, 0.1])
     s.schedule = 'constant'
     assert train.learning_rate(109, s, 109) == 1.0
-    s.warmup_lr = 0.5
-    assert [train.learning_rate(it, s, 109) for it in (0, 8)] == pytest.approx([0.55, 0.95])
 
 
 @pytest.mark.parametrize('schedule, rates', [
