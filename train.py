@@ -703,8 +703,7 @@ def open_log(out, ckpt, s):
     until the run ends: of two that start together, one may write."""
     out.mkdir(parents=True, exist_ok=True)
     log = open(out / 'log.jsonl', 'a', encoding='utf-8')
-    came_first = (out / 'ckpt.pt').exists() and not (ckpt or s.overwrite)   # it has even finished
-    if came_first or not lock(log):
+    if not lock(log):
         raise UserError(f'another run is writing to {out}: set another --out_dir')
     for old in out.glob('ckpt*.pt') if s.overwrite else []:
         old.unlink()

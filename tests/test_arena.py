@@ -1,7 +1,6 @@
 """arena/: the entries, the race, sweeps, rules, tables and Welch's test; tools/flops.py."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from arena import leaderboard
 from arena.entries import ENTRIES
 from conftest import ROOT, run_here
 from plumbing import settings
+from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError
 from plumbing.settings import import_model, read_settings
 from tools.flops import training_flops
@@ -123,30 +123,20 @@ def test_stages(home, called):
 
 
 @pytest.mark.slow
-def test_a_killed_arena_saves_and_goes_on(home):
-    """In real processes. SIGTERM reaches train.py, which saves; the same command goes on."""
-    entries = dict(gpt2=TINY, mine=TINY | dict(max_iters=300, batch_size=1, save_interval=1000))
-    code = f"""from arena import __main__ as arena
-arena.TRACKS['toy'].update({RULES | dict(tokens=300 * 32)})
-arena.ENTRIES['toy'] = {entries}
-arena.classes = lambda *_: ['parameters']
-arena.run_main(arena.main)"""
-    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
-    command = [sys.executable, '-c', code, 'gpt2', 'mine', '--seeds=1', '--results=results']
-    process = subprocess.Popen(command, cwd=home, env=env, stdout=subprocess.PIPE, text=True)
-    log = home / 'out/arena/toy/mine_1/log.jsonl'
+def test_a_killed_arena_lets_train_save(data_dir, tmp_path):
+    """In real processes: SIGTERM reaches train.py. (That it goes on: tests/test_train.py.)"""
+    code = 'from arena.__main__ import call, run_main, sys; run_main(lambda: call(*sys.argv[1:]))'
+    settings = TINY | dict(data_dir=data_dir, max_iters=1000, save_interval=9999, eval_tokens=64)
+    process = subprocess.Popen([sys.executable, '-c', code, 'train.py', *arena.options(settings)],
+                               cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(ROOT)),
+                               stdout=subprocess.PIPE, text=True)
+    log = tmp_path / 'out/moep/log.jsonl'
     while process.poll() is None and not (log.exists() and 'grad_norm' in log.read_text()):
         time.sleep(0.02)
     process.terminate()
     last = process.communicate()[0].splitlines()[-1]
     assert process.returncode == 143 and last == 'the arena stopped; the same command continues'
-    assert (log.parent / 'ckpt.pt').exists() and [row['entry'] for row in rows(home)] == ['gpt2']
-
-    subprocess.run(command, cwd=home, env=env, check=True)
-    assert [(row['entry'], row['seed']) for row in rows(home)] == [('gpt2', 1), ('mine', 1)]
-    lines = [json.loads(line) for line in open(log)]
-    resumed_at, = [line['iter'] for line in lines if 'run' in line][1:]
-    assert 0 < resumed_at < 300 and lines[-1]['iter'] == 300
+    assert read_checkpoint(log.parent)['iter'] < 1000
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(home, called):
@@ -257,11 +247,8 @@ def test_attention_by_hand():
 @pytest.mark.parametrize('freedom, t', [
     (1, 63.6567), (2, 9.92484), (4, 4.60409), (10, 3.16927), (100, 2.62589)])
 def test_student(freedom, t):
-    """The two-sided 1% points that every table has; closed forms for one and two degrees."""
+    """The two-sided 1% points that every table has."""
     assert leaderboard.student(t, freedom) == pytest.approx(0.01, rel=1e-4)
-    assert leaderboard.student(0, freedom) == pytest.approx(1)
-    assert leaderboard.student(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
-    assert leaderboard.student(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-5)
 
 
 def test_welch():

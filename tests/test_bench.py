@@ -54,11 +54,8 @@ def test_sweeps_and_batch_sizes(measured):
 
 
 NANOGPT = """
-import torch.nn as nn, torch.nn.functional as F, torch, dataclasses
-@dataclasses.dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float
-    bias: bool
+import torch.nn as nn, torch.nn.functional as F, torch
+from types import SimpleNamespace as GPTConfig
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()

@@ -63,14 +63,6 @@ def router(**methods):
     return changed(router=type('ChangedRouter', (Router,), methods))
 
 
-def gates(change):
-    """A MoEP whose routers give other gates."""
-    def weigh(self, score_NE, choice_NK):
-        gate_NK, losses = Router.weigh(self, score_NE, choice_NK)
-        return change(gate_NK), losses
-    return router(weigh=weigh)
-
-
 def built(add, Base=MoEP):
     """The constructor also does this."""
     def __init__(self, *args):
@@ -83,15 +75,6 @@ def count(self, x, idx):
     if self.training:
         self.steps = self.steps + 1
     return x / self.steps
-
-
-def count_calls(self, x, idx, calls=[1]):
-    calls[0] += 1
-    return x / calls[0]
-
-
-def lose_token(self, idx, *args, **keys):
-    return torch.cat((idx[:, :1], MoEP.generate(self, idx[:, 1:], *args, **keys)), 1)
 
 
 def only_new(self, idx, *args, **keys):
@@ -112,6 +95,11 @@ def three_in_training(self, score_NE):
     return score_NE.argsort(descending=True)[:, :3 if self.training else 2]
 
 
+def doubled(self, score_NE, choice_NK):
+    gate_NK, losses = Router.weigh(self, score_NE, choice_NK)
+    return 2 * gate_NK, losses
+
+
 def the_same_twice(self, score_NE):
     return Router.choose(self, score_NE)[:, :1].expand(-1, 2)
 
@@ -119,20 +107,17 @@ def the_same_twice(self, score_NE):
 FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
     # hidden while the bias is zero
     ('causal', 'next token', states(lambda m, x, idx: x + m.ln_f.bias * x.roll(-1, 1))),
-    ('causal', 'last token', states(lambda m, x, idx: x + m.wte(idx[:, -1:]))),
     ('causal', 'expert choice', router(score=lambda r, x: Router.score(r, x).softmax(0))),
     # from 0, whatever the cache holds
     ('cached', 'positions', states(lambda m, x, idx: x + m.wpe.weight[:idx.size(1)])),
     ('cached', 'one at a time', states(lambda m, x, idx: x * min(2, idx.size(1)))),
-    ('cached', 'lost token', changed(generate=lose_token)),
     ('cached', 'only new tokens', changed(generate=only_new)),
     ('batched', 'other rows', states(lambda m, x, idx: x - x.mean(0))),
     ('repeats', 'noise', states(lambda m, x, idx: x * torch.rand(()) ** 1e-3)),
     ('rebuilds', 'random weights', states(
         lambda m, x, idx: x * m.scale,
         __init__=built(lambda m: setattr(m, 'scale', torch.randn(m.config.n_embd))))),
-    ('routes', 'gates sum to 2', gates(lambda gate_NK: 2 * gate_NK)),
-    ('routes', 'negative gates', gates(lambda gate_NK: 99 * gate_NK - 49)),
+    ('routes', 'gates sum to 2', router(weigh=doubled)),
     ('routes', 'more in training', router(choose=three_in_training)),
     ('routes', 'the same twice', type('Twice', (router(choose=the_same_twice),),
                                       dict(gates_sum_to_1=False))),
@@ -141,12 +126,10 @@ FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
         __init__=built(lambda m: m.register_parameter('unused', nn.Parameter(torch.ones(3)))))),
     ('resume', 'plain number', states(count, steps=1)),
     ('resume', 'unsaved buffer', steps_buffer(persistent=False)),
-    ('resume', 'global list', states(count_calls)),
     ('sparse', 'other logits', states(lambda m, x, idx: x * (1 + m.config.sparse))),
     ('sparse', 'other gradients', states(
         lambda m, x, idx: x + (x - x.detach()) * m.config.sparse)),
     ('counts', 'wrong total', changed(count_params=lambda m: MoEP.count_params(m)[::-1])),
-    ('counts', 'nothing active', changed(count_params=lambda m: (MoEP.count_params(m)[0], 0))),
     ('shapes', 'loss with aux', loss(lambda loss, aux, reduction: loss + sum(aux.values()))),
     ('shapes', 'doubled mean', loss(
         lambda loss, aux, reduction: loss * (1 + (reduction == 'mean')))),
@@ -166,20 +149,13 @@ def test_a_fault_turns_its_row_red(row, Model):
 
 
 @dataclass
-class Growing(MoEPConfig):
-    def __post_init__(self):
-        self.n_expert += 1
-
-
-@dataclass
 class NotPlain(MoEPConfig):
     device: object = torch.device('cpu')
 
 
-@pytest.mark.parametrize('Config', [Growing, NotPlain])
-def test_a_config_that_does_not_rebuild_the_model(Config):
-    module = SimpleNamespace(Config=Config, Model=MoEP)
-    assert check.run_check(check.rebuilds, module, Config(**MOEP))[0] == 'WRONG'
+def test_a_config_that_no_checkpoint_holds():
+    module = SimpleNamespace(Config=NotPlain, Model=MoEP)
+    assert check.run_check(check.rebuilds, module, NotPlain(**MOEP))[0] == 'WRONG'
 
 
 def test_a_router_that_only_an_auxiliary_loss_trains_is_named():

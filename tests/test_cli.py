@@ -1,15 +1,13 @@
 """One-line errors, help texts, and files that are complete or not there."""
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 
 import pytest
 
 from plumbing.cli import UserError, human, reading, run_main, write_json
-from plumbing.text import read_lines, read_rows
+from plumbing.text import read_lines
 
 
 def throw(error):
@@ -59,25 +57,3 @@ def test_what_goes_wrong_while_reading_names_the_file(tmp_path):
     (tmp_path / 'cut.gz').write_bytes(gzip.compress(b'a' * 999)[:-9])
     with pytest.raises(UserError, match='cut.gz cannot be read: EOFError'):
         list(read_lines(tmp_path / 'cut.gz'))
-
-
-def test_lines_of_plain_and_packed_files(tmp_path):
-    text = '\ufeffone\r\ntwo\u2028still\n\nlast'.encode()
-    lines = [(1, 'one\n'), (2, 'two\u2028still\n'), (3, '\n'), (4, 'last')]
-    packs = {'.txt': bytes, '.TXT.GZ': gzip.compress, '.xz': lzma.compress, '.bz2': bz2.compress}
-    for end, pack in packs.items():
-        path = tmp_path / f'a{end}'
-        path.write_bytes(pack(text))
-        assert list(read_lines(path)) == lines
-    (tmp_path / 'bad.txt').write_bytes(b'fine\nbad \xff')
-    with pytest.raises(UserError, match='bad.txt: line 2 is not UTF-8'):
-        list(read_lines(tmp_path / 'bad.txt'))
-
-
-def test_rows(tmp_path):
-    path = tmp_path / 'a.jsonl'
-    path.write_text('{"a": "x", "b": 1}\n\n{"a": 2}\n')
-    rows = read_rows(path, ['a'], hint='; see --field')
-    assert next(rows) == (1, dict(a='x', b=1))
-    with pytest.raises(UserError, match=r"a.jsonl:3: no text in 'a' .the row has: a.; see --field"):
-        next(rows)

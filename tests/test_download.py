@@ -1,6 +1,7 @@
 """Downloads from a server of our own, and where the named data sets come from."""
 
 import bz2
+import contextlib
 import http.server
 import io
 import json
@@ -21,58 +22,50 @@ from plumbing.tokenizer import EOT
 BODY = random.Random(3).randbytes(10000)
 
 
-class Server:
-    """Serves `files`. The first `breaks` connections are cut after 3,000 bytes."""
+@contextlib.contextmanager
+def serve(files, breaks=0, ranges=True):
+    """The first `breaks` connections are cut after 3,000 bytes -> the address, and where the ranges
+    start that were asked for."""
+    starts = []
+    cuts = iter(range(breaks))
 
-    def __init__(self, files, breaks=0, ranges=True):
-        self.breaks = breaks
-        self.starts = []                                 # of the ranges that were asked for
-        server = self
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            starts.append(int(re.search(r'bytes=(\d+)-', self.headers['Range'])[1]))
+            if self.path not in files:
+                return self.send_error(404)
+            body = files[self.path][starts[-1] if ranges else 0:]
+            self.send_response(206 if ranges else 200)
+            self.send_header('Content-Length', str(len(body)))
+            self.end_headers()
+            is_cut = next(cuts, None) is not None
+            self.wfile.write(body[:3000] if is_cut else body)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                start = int(re.search(r'bytes=(\d+)-', self.headers['Range'])[1])
-                server.starts.append(start)
-                if self.path not in files:
-                    return self.send_error(404)
-                body = files[self.path][start if ranges else 0:]
-                self.send_response(206 if ranges else 200)
-                self.send_header('Content-Length', str(len(body)))
-                self.end_headers()
-                is_cut = server.breaks > 0 and len(body) > 3000
-                server.breaks -= is_cut
-                self.wfile.write(body[:3000] if is_cut else body)
-
-            def log_message(self, *args):
-                pass
-        self.http = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-        self.base = f'http://127.0.0.1:{self.http.server_address[1]}'
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
+        def log_message(self, *args):
+            pass
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_address[1]}', starts
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize('ranges, starts', [(True, [0, 3000, 6000]), (False, [0, 3000, 3000])])
 def test_a_download_goes_on_where_it_broke(tmp_path, ranges, starts):
     """If the server can send a part of a file; if not, it begins again."""
-    with Server({'/f': BODY}, breaks=2, ranges=ranges) as server:
+    with serve({'/f': BODY}, breaks=2, ranges=ranges) as (address, asked_for):
         for _ in range(2):
             with pytest.raises(UserError, match='connection broke; run the command again'):
-                download(server.base + '/f', tmp_path / 'f')
+                download(f'{address}/f', tmp_path / 'f')
             assert os.listdir(tmp_path) == ['f.part']
-        download(server.base + '/f', tmp_path / 'f')
-        assert server.starts == starts
+        download(f'{address}/f', tmp_path / 'f')
+    assert asked_for == starts
     assert (tmp_path / 'f').read_bytes() == BODY and os.listdir(tmp_path) == ['f']
 
 
 def test_a_download_that_fails(tmp_path):
-    with Server({}) as server, pytest.raises(UserError, match='404.*--input'):
-        download(server.base + '/nothing', tmp_path / 'f')
+    with serve({}) as (address, _), pytest.raises(UserError, match='404.*--input'):
+        download(f'{address}/nothing', tmp_path / 'f')
     with pytest.raises(UserError, match='refused.*--input'):
         download('http://127.0.0.1:9/f', tmp_path / 'f')
     (tmp_path / 'blimp').mkdir()
@@ -109,15 +102,14 @@ def named_files():
 
 def test_named_downloads(tmp_path, monkeypatch):
     request = urllib.request.Request
-    with Server(named_files()) as server:
+    with serve(named_files()) as (address, requests):
         def request_here(url, headers):
-            return request(re.sub('https://[^/]+', server.base, url), headers=headers)
+            return request(re.sub('https://[^/]+', address, url), headers=headers)
         monkeypatch.setattr(urllib.request, 'Request', request_here)
         files = {name: prepare.find_files(fetch_named(name, tmp_path))
                  for name in ('tinystories', 'simplewiki', 'babylm', 'blimp')}
-        requests = len(server.starts)
         fetch_named('babylm', tmp_path)
-        assert len(server.starts) == requests == 6       # everything is there already
+        assert len(requests) == 6                        # nothing is asked for twice
     names = {name: [(split, path.name) for split, path in pairs] for name, pairs in files.items()}
     assert names['tinystories'] == [('train', 'train.txt'), ('val', 'valid.txt')]
     assert names['babylm'] == [('train', 'a.train'), ('val', 'a.dev')]

@@ -1,23 +1,18 @@
 """eval_blimp.py: scores by hand, batches against single sentences, and rules for pairs."""
 
 import json
-import math
 import random
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 
 import eval_blimp
-import prepare
 import test_contract
 from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_sentences
+from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import UserError
-from plumbing.tokenizer import (
-    choose_tokenizer, chunk_tokenizer, copy_tokenizer)
+from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 
 BYTES = choose_tokenizer('bytes')
 EOT = BYTES.eot
@@ -49,25 +44,6 @@ def score_texts(model, texts, tokenizer=BYTES, mode='harness', budget=512):
     return {text: float(scores[sentences.number[text]]) for text in texts}
 
 
-class Bigrams(nn.Module):
-    """p(next | this) from a table; what is not in it has probability 2^-20."""
-
-    def __init__(self, table, block_size=64):
-        super().__init__()
-        self.config = SimpleNamespace(block_size=block_size)
-        self.p = torch.full((257, 257), 2.0 ** -20)
-        for (a, b), p in table.items():
-            self.p[a if isinstance(a, int) else ord(a), ord(b)] = p
-
-    def forward(self, idx, targets=None, reduction='mean'):
-        nats = -self.p[idx, targets.clamp(min=0)].log()
-        return None, nats.masked_fill(targets < 0, 0.0), {}
-
-
-HALVES = Bigrams({(EOT, ' '): 1 / 2, (EOT, 'a'): 1 / 16, (' ', 'a'): 1 / 2, (' ', 'b'): 1 / 4,
-                  ('a', 'b'): 1 / 4, ('b', 'a'): 1 / 2, ('a', 'a'): 1 / 2})
-
-
 def make(name, **changes):
     """A model of bytes, with random weights far from uniform, so that an error would show."""
     settings = dict(dtype=torch.float32, vocab_size=257, block_size=64) | changes
@@ -75,19 +51,6 @@ def make(name, **changes):
 
 
 # ---- Scores by hand -----------------------------------------------------------------------------
-
-@pytest.mark.parametrize('mode, probabilities', [
-    # [end-of-text] + ' ab': p(' ') p(a | ' ') p(b | a), the sentence's first token included
-    ('harness', dict(ab=1 / 16, ba=1 / 16, aab=1 / 32, b=1 / 8)),
-    # 'ab' as it stands: p(b | a) alone
-    ('babylm2025', dict(ab=1 / 4, ba=1 / 2, aab=1 / 8, b=1)),
-    # [end-of-text] + 'ab': p(a) p(b | a)
-    ('babylm2025_bos', dict(ab=1 / 64, aab=1 / 128, b=2.0 ** -20))])
-def test_scores_by_hand(mode, probabilities):
-    scores = score_texts(HALVES, [*probabilities], mode=mode)
-    expected = {text: math.log(p) for text, p in probabilities.items()}
-    assert scores == pytest.approx(expected, abs=1e-6)
-
 
 def test_sums_are_float64():
     """In float32 there is no number between 2^24 + 2 and 2^24 + 4."""
@@ -97,22 +60,14 @@ def test_sums_are_float64():
 
 
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
-    # ab and ba are a tie in harness mode: 1/16 each; aa is better than both
     files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')],
-                 wrong=[('ab', 'aa')])
+                 wrong=[('ab', 'aa')], short=[('a', 'aa'), ('aa', 'a'), ('a', 'b'), ('a', 'aaa')])
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     sentences = Sentences(paradigms, BYTES)
-    result = evaluate(paradigms, sentences, score_sentences(HALVES, sentences))
-    accuracies = {name: r['accuracy'] for name, r in result.items()}
-    assert accuracies == dict(tie=100.0, same=100.0, wrong=0.0)
-
-
-def test_shorter_sentence_baseline(tmp_path):
-    files = {'p': [('aa', 'aaa'), ('aaa', 'aa'), ('aa', 'ab'), ('a', 'aaa')]}    # 1 + 0 + 1/2 + 1
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
-    sentences = Sentences(paradigms, BYTES)
-    result = evaluate(paradigms, sentences, np.zeros(len(sentences.ids)))
-    assert result['p']['shorter'] == 62.5
+    scores = np.array([-3.0 if text in ('ab', 'ba') else -2.0 for text in sentences.number])
+    result = evaluate(paradigms, sentences, scores)
+    assert [result[name]['accuracy'] for name in ('tie', 'same', 'wrong')] == [100, 100, 0]
+    assert result['short']['shorter'] == 62.5            # (1 + 0 + 1/2 + 1) / 4
 
 
 @pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
@@ -135,7 +90,8 @@ def test_a_pair_that_is_too_long(tmp_path, mode, longest):
 def one_by_one(model, text, mode, tokenizer=BYTES):
     """The plain way: one sentence, no padding, logits' own log-probabilities."""
     end = tokenizer.end
-    ids = end + tokenizer.encode(' ' + text) if mode == 'harness' else tokenizer.encode(text)
+    ids = dict(harness=end + tokenizer.encode(' ' + text), babylm2025=tokenizer.encode(text),
+               babylm2025_bos=end + tokenizer.encode(text))[mode]
     x = torch.tensor([ids])
     y = torch.tensor([ids[1:] + [-1]])
     y[:, :len(end) - 1] = -1
@@ -144,11 +100,10 @@ def one_by_one(model, text, mode, tokenizer=BYTES):
         return -model(x, y, reduction='none')[1].double().sum().item()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('mode', ['harness', 'babylm2025'])
+@pytest.mark.parametrize('mode', ['harness', 'babylm2025', 'babylm2025_bos'])
 @pytest.mark.parametrize('name', ['moep', 'moduleformer', 'stlm_depth', 'stlm_bytes'])
 def test_batched_equals_one_by_one(name, mode):
-    texts = sorted({s for pair in random_pairs(30) for s in pair})
+    texts = sorted({'a', *(s for pair in random_pairs(30) for s in pair)})
     model, tokenizer = make(name), BYTES
     if name == 'stlm_bytes':
         model, tokenizer = make(name, vocab_size=259, block_size=256), chunk_tokenizer(BYTES, 3)
@@ -188,27 +143,21 @@ def test_published_columns():
 
 # ---- The command --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('mode', ['harness', 'babylm2025'])
-def test_one_checkpoint(run, mode, tmp_path):
+def test_one_checkpoint(run, smoke, tmp_path):
     """Accuracy by paradigm, by field and overall, of scores that are found one by one."""
-    model = make('moep')
-    bytes_set = tmp_path / 'bytes'
-    prepare.write_data_set(bytes_set, [('train', 'a'), ('val', 'b')], BYTES)
-    copy_tokenizer(bytes_set, tmp_path)
-    torch.save(dict(model='moep', config=asdict(model.config), settings={}, iter=20, words=9.0,
-                    tokenizer=BYTES.hash, weights=model.state_dict(), adapted=[], frozen=[]),
-               tmp_path / 'ckpt.pt')
+    folder = smoke('config/moep.py')
+    model, ckpt = load_checkpoint(folder)
     fields = dict(p='syntax', q='syntax', r='semantics')
     pairs = {name: random_pairs(10, seed) for seed, name in enumerate(fields)}
     rows = {name: [dict(sentence_good=good, sentence_bad=bad, field=fields[name])
                    for good, bad in pairs[name]] for name in fields}
     data = write_pairs(tmp_path / 'd', rows)
-    run('eval_blimp.py', tmp_path, '--data', data, '--mode', mode, '--device', 'cpu',
-        '--json', tmp_path / 'x.json', here=True)
+    run('eval_blimp.py', folder, '--data', data, '--device', 'cpu', '--json', tmp_path / 'x.json',
+        here=True)
     result, = json.loads((tmp_path / 'x.json').read_text())['runs']
     accuracy = {}
     for name in fields:
-        good, bad = ([one_by_one(model, text, mode) for text in texts]
+        good, bad = ([one_by_one(model, text, 'harness', run_tokenizer(ckpt)) for text in texts]
                      for texts in zip(*pairs[name]))
         assert result['paradigms'][name]['good'] == pytest.approx(good, abs=1e-4)
         accuracy[name] = 100 * np.mean([g >= b for g, b in zip(good, bad)])

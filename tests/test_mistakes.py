@@ -58,7 +58,6 @@ def one_line(done, script):
 @pytest.mark.parametrize('command, hint', [
     (['train.py'], 'name a config, such as config/moep.py'),
     ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
-    ([*NEW, '--qqq=1'], "unknown key 'qqq'; see --help"),
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
     ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
@@ -82,8 +81,6 @@ def one_line(done, script):
     ([*NEW, '--aux_weights=dict(balance=1.0)'], 'block_balance'),
     ([*NEW, '--dropout_schedule=late'], 'set_dropout'),
     ([*NEW, '--device=tpu'], 'see --device'),
-    ([*NEW, '--dtype=float16'], 'it can be auto, bfloat16, float32'),
-    ([*NEW, '--out_dir=a_file'], 'a_file'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
     ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),
     ([*RESUME, '--batch_size=4'], 'resume with the same'),
@@ -93,17 +90,12 @@ def one_line(done, script):
     ([*FROM, '--n_embd=32'], 'does not fit moep.py'),
     ([*FROM, '--init_from=["out/run", "out/run"]'], 'set the surgery'),
     ([*FROM, '--surgery=compos'], "no surgery 'compos'"),
-    ([*FROM, '--surgery=os.system'], "no surgery 'os.system'"),
     ([*FROM, '--surgery=tools.lora.add_lora', '--surgery_args=dict(rnak=4)'], "'rnak'"),
     ([*NEW, '--surgery=tools.lora.add_lora'], 'set init_from'),
     (['sample.py'], 'required: run'),
-    (['sample.py', 'out/rnu'], 'there are out/run'),
-    ([*SAMPLE, '--temperature=hot'], '--temperature'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
-    (['prepare.py', 'txet'], 'invalid choice'),
     ([*TEXT], '--input'),
-    ([*TEXT, '--input', 'nothing.txt'], 'nothing.txt'),
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
     ([*TEXT, '--input', 'a_file'], 'there is no text to train on'),
@@ -118,9 +110,7 @@ def test_a_mistake_is_one_line(run, stock, command, hint):
 # ---- Damaged files -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('path, content, command', [
-    ('out/run/ckpt.pt', b'', RESUME),
     ('out/run/ckpt.pt', b'not a checkpoint', SAMPLE),
-    ('out/run/ckpt.pt', b'PK\x03\x04', [*BLIMP]),
     ('out/run/meta.json', b'{', SAMPLE),
     ('out/run/meta.json', b'{}', SAMPLE),
     ('out/run/tokenizer.tiktoken', b'\xff', SAMPLE),
@@ -135,9 +125,8 @@ def test_a_damaged_file_is_named(run, home, data_dir, path, content, command):
     assert (home / path).read_bytes() == content
 
 
-@pytest.mark.parametrize('content', [dict(model={}), [1, 2], torch.zeros(3)], ids=str)
-def test_a_foreign_checkpoint(run, home, content):
-    torch.save(content, home / 'out/run/ckpt.pt')
+def test_a_foreign_checkpoint(run, home):
+    torch.save(dict(model={}), home / 'out/run/ckpt.pt')
     assert 'out/run/ckpt.pt ' in one_line(run(*SAMPLE, cwd=home, code=2), 'sample.py')
 
 
@@ -183,9 +172,8 @@ def test_a_pickle_does_nothing(run, home, command):
 
 
 @pytest.mark.parametrize('part', [
-    dict(model='evil'), dict(model='../evil'), dict(model='os'), dict(model='prepare'),
-    dict(adapted=[('os.system', {'command': 'touch EVIL'})]),
-    dict(adapted=[('evil.model', {})])], ids=str)
+    dict(model='evil'), dict(model='../evil'), dict(model='os'),
+    dict(adapted=[('os.system', {'command': 'touch EVIL'})])], ids=str)
 def test_a_name_in_a_checkpoint_is_one_of_ours(run, home, monkeypatch, part):
     (home / 'evil.py').write_text('open("EVIL", "w")\nConfig, Model = 1, 2\n')
     monkeypatch.syspath_prepend(home)

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 import moduleformer
 import moep
 import papaformer
-import selfmoe
 import stlm
 from moduleformer import count_usage, prune_experts
-from conftest import run_here
 from papers import depth, eval_length, exact_answer, passes
 from papers.exact_answer import complete, last_number, read_problems
-from plumbing.checkpoint import load_checkpoint
+from plumbing.checkpoint import data_folder, load_checkpoint
 from plumbing.machine import Machine
+from plumbing.settings import read_settings
 from plumbing.tokenizer import choose_tokenizer, load_meta, load_tokenizer
 from stlm_depth import STLMDepth, STLMDepthConfig
 from train import as_tensor, load_bin, val_batches
@@ -26,45 +25,31 @@ from train import as_tensor, load_bin, val_batches
 # ---- passes -------------------------------------------------------------------------------------
 
 def test_passes(data_dir, tmp_path, monkeypatch):
-    """All models of a seed read the same share of every set; what has its row is not run again."""
-    tiny = dict(TINY, model='moep', n_parallel=0, vocab_size=2048, batch_size=2, eval_tokens=64,
-                learning_rate=1e-3, stride=8, epochs=1, epoch_words=1)
-    monkeypatch.setitem(passes.ENTRIES, 'baby', {name: tiny for name in passes.MODELS.values()})
-    monkeypatch.setattr(passes, 'SETS', ('toy_stories', 'toy_math'))
-    monkeypatch.setattr(passes, 'SIZES', (1000, None))
-    monkeypatch.setattr(passes, 'STEPS', 2)
-    commands = []
-    monkeypatch.setattr(passes, 'call', lambda *args: (
-        commands.append(args), run_here('train', ['train.py', *map(str, args[1:])], tmp_path)))
+    """All models of a seed read the same share of every set, those of the next seed the next one.
+    Bits per byte are those of all bytes."""
     (tmp_path / 'data').symlink_to(data_dir)
-    for _ in range(2):
-        done = run_here('papers.passes', ['passes', '--to=rows.jsonl'], tmp_path)
-        assert not done.returncode, done.stderr
-    rows = [json.loads(line) for line in open(tmp_path / 'rows.jsonl')]
-    assert len(rows) == len(commands) == 3 * 2 * 3
-    assert done.stdout.count('passes, seed') == 6
-    sizes = {name: load_meta(data_dir / name)['splits'] for name in passes.SETS}
-    total = sum(size['train']['tokens'] for size in sizes.values())
-    parts = [next(arg for arg in args if arg.startswith('--data=')) for args in commands]
-    share = 1000 / total
-    first = f"--data={{'toy_stories': (0.0, {share}), 'toy_math': (0.0, {share})}}"
-    assert parts[0] == parts[1] == parts[2] == first
-    assert parts[6] != parts[0]                          # the next seed, the next part
-    val_bytes = [size['val']['bytes'] for size in sizes.values()]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(passes, 'SETS', ('toy_stories', 'toy_math'))
+    log = [dict(run=dict(steps=2, tokens_per_step=64, parameters=9)), dict(loss=1.0),
+           dict(val=dict(toy_stories=dict(bits_per_byte=1.0), toy_math=dict(bits_per_byte=2.0)))]
+    monkeypatch.setattr(passes, 'read_log', lambda out: log)
+    data = []
+    monkeypatch.setattr(passes, 'call', lambda _, *args: data.append(read_settings(args)[0].data))
+    rows = [passes.train(model, 1000, seed) for seed in (1, 2) for model in passes.MODELS]
+    stories, math = (load_meta(data_dir / name)['splits'] for name in passes.SETS)
+    share = 1000 / (stories['train']['tokens'] + math['train']['tokens'])
+    first, second = (dict.fromkeys(passes.SETS, span)
+                     for span in ((0.0, share), (share, 2 * share)))
+    assert data == [first] * 3 + [second] * 3
+    n, m = (split['val']['bytes'] for split in (stories, math))
     for row in rows:
-        assert math.isclose(row['passes'], 2 * 2 * 32 / (row['size'] or total))
-        assert math.isclose(row['bits_per_byte'], sum(
-            bits * n for bits, n in zip(row['val'].values(), val_bytes)) / sum(val_bytes))
+        assert row['passes'] == pytest.approx(2 * 64 / 1000)
+        assert row['bits_per_byte'] == pytest.approx((n + 2 * m) / (n + m))
 
 
 # ---- exact_answer -------------------------------------------------------------------------------
 
 TINY = dict(vocab_size=40, block_size=32, n_layer=2, n_head=2, n_embd=16)
-MODELS = dict(
-    moep=(moep, dict(n_parallel=1, n_embd_parallel=8, n_head_parallel=1, dropout=0.0)),
-    papaformer=(papaformer, dict(n_parallel=1, path_embd=[8, 8], path_head=[1, 1],
-                                 connection='gumbel2')),
-    selfmoe=(selfmoe, dict(n_kv_head=1, gate='vector', n_expert=3, top_k=2)))
 
 
 @pytest.mark.parametrize('text, number', [
@@ -92,12 +77,11 @@ def generate_one_by_one(model, prompts, n_new):
         yield model.generate(torch.tensor([prompt]), n_new, temperature=0)[0, len(prompt):].tolist()
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_batched_is_one_by_one(name):
+def test_batched_is_one_by_one():
     """Prompts of many lengths in one batch: as the model's own generate, cut at end-of-text"""
     torch.manual_seed(3)
-    module, keys = MODELS[name]
-    model = shake(module.Model(module.Config(**TINY, **keys)), 0.3)
+    keys = dict(n_parallel=1, n_embd_parallel=8, n_head_parallel=1, dropout=0.0)
+    model = shake(moep.Model(moep.Config(**TINY, **keys)), 0.3)
     prompts = [torch.randint(1, 40, (n,)).tolist() for n in (3, 9, 1, 20, 5, 9, 14, 2, 7)]
     texts = [*generate_one_by_one(model, prompts, 12)]
     eot = max(range(1, 40), key=lambda i: sum(i in text for text in texts))
@@ -183,21 +167,17 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
 # ---- prune_curve --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['toy_math', 'toy_pauses'])
-def test_pruned_and_scored_by_hand(run, data_dir, tmp_path, name):
-    """Counted on one half of val.bin, scored on the other; pauses are not scored"""
-    run('train.py', 'config/moduleformer.py', f'--data={name}', f'--data_dir={data_dir}',
-        f'--out_dir={tmp_path}/run', '--max_iters=1', '--batch_size=1', '--eval_tokens=64',
-        '--sample_tokens=0', here=True)
-    run('papers.prune_curve', tmp_path / 'run', '--thresholds', 0, 0.9,
-        f'--json={tmp_path}/c.json', here=True)
+def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
+    """Counted on one half of val.bin, scored on the other"""
+    out = smoke('config/moduleformer.py')
+    run('papers.prune_curve', out, '--thresholds', 0, 0.9, f'--json={tmp_path}/c.json', here=True)
     rows = json.loads((tmp_path / 'c.json').read_text())['rows']
-    model, _ = load_checkpoint(tmp_path / 'run')
-    tokens = as_tensor(load_bin(data_dir / name, 'val'), 'cpu')
+    model, ckpt = load_checkpoint(out)
+    tokens = as_tensor(load_bin(data_folder(ckpt), 'val'), 'cpu')
     half = len(tokens) // 2
-    pad = load_tokenizer(data_dir / name).pad
-    usage = count_usage(model, val_batches(tokens[:half], 128, 16, pad))
-    x, y = map(torch.cat, zip(*val_batches(tokens[half:], 128, 16, pad)))
+    T = model.config.block_size
+    usage = count_usage(model, val_batches(tokens[:half], T, 16, -1))
+    x, y = map(torch.cat, zip(*val_batches(tokens[half:], T, 16, -1)))
     all_parameters = sum(p.numel() for p in model.parameters())
     for row, small in zip(rows, (model, prune_experts(model, usage, 0.9)[0]), strict=True):
         with torch.no_grad():

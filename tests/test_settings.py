@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from moduleformer import ModuleFormerConfig
+from arena import moduleformer_routers
 from plumbing.cli import UserError
 from plumbing.settings import (Settings, as_type, default_out_dir, parse_value, read_config,
                                read_settings)
@@ -81,18 +81,10 @@ def test_a_name_that_looks_like_a_number_stays_as_typed():
 
 
 def test_help_prints_every_field(run):
-    told = run('train.py', 'config/papaformer.py', '--help', here=True).stdout
-    for field in (*dataclasses.fields(Settings), *dataclasses.fields(type_of('papaformer'))):
-        assert f'\n    {field.name}: ' in told
-    assert 'learning_rate: float = 0.003           # of AdamW' in told   # this run's value
+    """With this run's values; also the fields that a Config inherits."""
+    args = ['--model=arena.moduleformer_routers', '--learning_rate=0.003', '--help']
+    told = run('train.py', *args, here=True).stdout
+    for owner in (Settings, moduleformer_routers.Config):
+        assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(owner))
+    assert 'learning_rate: float = 0.003           # of AdamW' in told
     assert 'python train.py config' in told and 'def ' not in told
-
-
-def type_of(name):
-    return read_settings([f'--model={name}'])[1].Config
-
-
-def test_help_prints_inherited_fields(run):
-    """A Config may extend another one."""
-    told = run('train.py', '--model=arena.moduleformer_routers', '--help', here=True).stdout
-    assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(ModuleFormerConfig))

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -261,19 +260,9 @@ def test_scores_against_a_slow_loop():
     want = dict(loss=nats / count, perplexity=math.exp(nats / count),
                 bits_per_byte=nats / math.log(2) / n_bytes)
     assert got == pytest.approx(want, rel=1e-5)
-
-
-def test_scores_that_are_rough_or_large():
-    """Costs in bfloat16 are added up exactly; a perplexity that no float can hold is cut."""
-    class Rough(torch.nn.Module):
-        def forward(self, x, y, reduction):
-            return None, torch.where(y >= 0, self.cost, 0.0).bfloat16(), {}
-    model = Rough()
-    for model.cost in (4.59375, 1000.0):
-        batches = train.val_batches(torch.zeros(1001, dtype=torch.int16), 64, 4, -1)
-        got = train.score_batches(model, batches, torch.ones(1, dtype=torch.long), Machine('cpu'))
-        assert got['loss'] == model.cost
-        assert got['perplexity'] == math.exp(min(model.cost, 700))
+    model.wte.weight.data *= 1e5                                 # a perplexity that overflows
+    batches = train.val_batches(tokens.short(), 8, 2, pad=3)
+    assert train.score_batches(model, batches, lengths, machine)['perplexity'] == math.exp(700)
 
 
 def test_shares_of_routes():
@@ -289,15 +278,12 @@ def test_shares_of_routes():
 # ---- Schedules and steps -------------------------------------------------------------------------
 
 def test_learning_rate():
-    s = Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='cosine')
-    rates = [train.learning_rate(it, s, 109) for it in (0, 8, 9, 59, 109, 119)]
-    assert rates == pytest.approx([0.1, 0.9, 1.0, 0.55, 0.1, 0.1])
-    s.schedule = 'linear'
-    assert train.learning_rate(34, s, 109) == pytest.approx(0.775)
+    """(Warm-up and cosine: the loop written out, below.)"""
+    s = Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=9, schedule='linear')
+    rates = [train.learning_rate(it, s, 109) for it in (9, 34, 109, 119)]
+    assert rates == pytest.approx([1.0, 0.775, 0.1, 0.1])
     s.schedule = 'constant'
     assert train.learning_rate(109, s, 109) == 1.0
-    s.warmup_lr = 0.5
-    assert [train.learning_rate(it, s, 109) for it in (0, 8)] == pytest.approx([0.55, 0.95])
 
 
 @pytest.mark.parametrize('schedule, rates', [
@@ -369,49 +355,38 @@ def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
         assert (w - model.state_dict()[n]).abs().max() < 1e-4, n
 
 
-def open_stream(data_dir, **settings):
-    data = train.Data(Settings(stream=True, data_dir=str(data_dir), **settings), Machine('cpu'))
-    data.start(16)
-    return data
-
-
 def test_a_stream_with_memory_is_one_long_text(tiny, data_dir, tmp_path):
-    """Four segments of 16 tokens in two rows, with a memory that holds them all."""
-    rows = dict(batch_size=1, gradient_accumulation_steps=2)
-    tiny('run', MODULEFORMER, max_iters=4, stream=True, seq_len=16, memory=64, learning_rate=0.0,
-         **rows)
-    data = open_stream(data_dir, **rows)
+    """Each epoch has two steps: the second sees the keys and values of the first. The next epoch
+    begins without a memory."""
+    def stream(batch_size):
+        s = Settings(stream=True, data_dir=str(data_dir), data={'toy_stories': (0.0, 0.02)},
+                     batch_size=batch_size, gradient_accumulation_steps=2)
+        data = train.Data(s, Machine('cpu'))
+        data.start(16)
+        return s, data
+    s, data = stream(len(stream(1)[1].starts) // 5)
+    tiny('run', MODULEFORMER, max_iters=4, stream=True, seq_len=16, memory=16, learning_rate=0.0,
+         data=s.data, batch_size=s.batch_size, gradient_accumulation_steps=2)
     segments = [data.batch(data.next_starts()) for _ in range(4)]
-    x, y = (torch.cat(parts, 1) for parts in zip(*segments))
+    assert data.epoch == 1
     model, _ = load_checkpoint(tmp_path / 'run')
+    costs = []
     with torch.no_grad():
-        costs = model(x, y, reduction='none')[1].split(16, 1)
+        for epoch in (segments[:2], segments[2:]):
+            x, y = (torch.cat(parts, 1) for parts in zip(*epoch))
+            nats = model(x, y, reduction='none')[1]
+            costs += [part.mean().item() for part in nats.split(16, 1)]
         alone = model(*segments[3])[1].item()
-    assert [*losses(tmp_path / 'run').values()] == pytest.approx([c.mean().item() for c in costs])
-    assert abs(alone - costs[3].mean().item()) > 1e-5            # without the memory it is another
-
-
-def test_memory_ends_with_the_epoch(tiny, data_dir, tmp_path):
-    """One step per epoch: the second step's text has nothing before it."""
-    part = dict(data={'toy_stories': (0.0, 0.02)})
-    rows = len(open_stream(data_dir, batch_size=1, **part).starts) // 2 + 1
-    tiny('run', MODULEFORMER, max_iters=2, stream=True, seq_len=16, memory=16, learning_rate=0.0,
-         batch_size=rows, **part)
-    data = open_stream(data_dir, batch_size=rows, **part)
-    model, _ = load_checkpoint(tmp_path / 'run')
-    with torch.no_grad():
-        want = {step: model(*data.batch(data.next_starts()))[1].item() for step in (1, 2)}
-    assert len(data.starts) == rows and losses(tmp_path / 'run') == pytest.approx(want)
+    assert [*losses(tmp_path / 'run').values()] == pytest.approx(costs)
+    assert abs(alone - costs[3]) > 1e-5                          # without the memory it is another
 
 
 def test_memory_is_no_longer_than_asked():
     """And is a copy: a view would keep the step's keys and values alive."""
     k, v = torch.randn(2, 1, 2, 6, 4)
-    last_k, last_v = train.last_keys(k.requires_grad_(), v, 4)
+    last_k, last_v = train.last_keys(k, v, 4)
     assert torch.equal(last_k, k[:, :, 2:]) and torch.equal(last_v, v[:, :, 2:])
-    assert last_k.untyped_storage().nbytes() == 2 * 4 * 4 * 4 and not last_k.requires_grad
-    one, same_one = train.last_keys(k, k, 4)
-    assert one is same_one
+    assert last_k.untyped_storage().nbytes() == 2 * 4 * 4 * 4
 
 
 @pytest.mark.parametrize('model, more', [
@@ -469,11 +444,8 @@ def test_the_last_step_may_fall_short_of_its_words(tiny, tmp_path):
     assert len([*(tmp_path / 'b').glob('ckpt_*')]) == 1
 
 
-def test_an_existing_run_is_overwritten_only_on_request(tiny, tmp_path):
+def test_overwrite(tiny, tmp_path):
     tiny('run', max_iters=3, checkpoint_words=[10])
-    before = weights(tmp_path / 'run')
-    assert '--overwrite' in tiny('run', max_iters=3, code=2).stderr
-    assert is_same(weights(tmp_path / 'run'), before)
     tiny('run', max_iters=2, overwrite=True)
     assert [*losses(tmp_path / 'run')] == [1, 2]
     assert not [*(tmp_path / 'run').glob('ckpt_*')]              # of the run before
@@ -488,8 +460,6 @@ def test_a_folder_in_use_is_left_alone(tiny, tmp_path):
         told = tiny('run', max_iters=1, overwrite=True, code=2).stderr
         assert 'another run is writing to' in told
     assert (tmp_path / 'run/log.jsonl').read_text() == before and weights(tmp_path / 'run')
-    with mock.patch.object(train, 'find_run', return_value=None):    # it looked before we saved
-        assert 'another run is writing to' in tiny('run', max_iters=1, code=2).stderr
 
 
 def test_each_seed_is_a_run_of_its_own(tiny, tmp_path):
@@ -568,17 +538,6 @@ def test_what_a_surgery_froze_stays_frozen(tiny, tmp_path):
     check(tmp_path / 'next', start)
 
 
-def test_the_report_of_a_surgery(tiny, tmp_path):
-    """Which gets batches, since it asks for them."""
-    tiny('base', MODULEFORMER, max_iters=1)
-    prune = dict(COMMON, model='moduleformer', init_from=tmp_path / 'base', surgery='prune_experts',
-                 surgery_args=dict(threshold=0.9))
-    told = tiny('pruned', prune, max_iters=0).stdout
-    report = read_log(tmp_path / 'pruned')[0]['surgery']
-    assert report[0]['layer'] == 'blocks.0.att' and 'blocks.0.att' in told
-    assert sum(load_checkpoint(tmp_path / 'pruned')[0].config.n_ffd) < 6
-
-
 def test_adapters_are_rebuilt(tiny, tmp_path):
     tiny('base', max_iters=1)
     add = dict(COMMON, surgery='tools.lora.add_lora', surgery_args=dict(rank=2),
@@ -646,26 +605,6 @@ def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, monkeypatch, numbe
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
     tiny('run', MODULEFORMER, resume=True, **settings)
     assert_same_run(tmp_path / 'run', tmp_path / 'calm')
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_is_killed(data_dir, tmp_path, number):
-    def start(out, *more):
-        settings = dict(MOEP, max_iters=60, save_interval=7, eval_interval=20, data_dir=data_dir)
-        args = [*arguments(settings), f'--out_dir={tmp_path / out}', *more]
-        env = dict(os.environ, OMP_NUM_THREADS='1')
-        return subprocess.Popen([sys.executable, 'train.py', *args], cwd=ROOT, env=env,
-                                stdout=subprocess.DEVNULL)
-    calm = start('calm')
-    process = start('killed')
-    log = tmp_path / 'killed/log.jsonl'
-    while process.poll() is None and not (log.exists() and log.read_bytes().count(b'\n') > 20):
-        time.sleep(0.001)
-    process.send_signal(number)
-    assert process.wait() == (-9 if number == signal.SIGKILL else 143)
-    assert calm.wait() == start('killed', '--resume').wait() == 0
-    assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
 
 
 # ---- Two processes -------------------------------------------------------------------------------
