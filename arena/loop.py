@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from arena.dense import Dense, DenseConfig, FeedForward, head_loss, norm
+from arena.dense import Dense, DenseConfig, FeedForward, head_loss
 
 
 @dataclass
