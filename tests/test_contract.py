@@ -109,11 +109,6 @@ def pair(model, B=3, T=12):
     return x, y
 
 
-def predict(model, x):
-    """Probabilities: the logits of a symbol that a slot cannot hold are -inf."""
-    return model(x)[0].softmax(-1)
-
-
 # ---- Time ----------------------------------------------------------------------------------------
 
 

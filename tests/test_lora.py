@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from test_contract import build, pair, predict, text
+from test_contract import build, pair, text
 from tools.lora import add_lora, merge_lora
 
 ALL = pytest.mark.parametrize('name', [
@@ -38,6 +38,11 @@ def linear_maps(model):
             if p is not None and path.split('.')[-1] != 'head' and (p.dim() == 3 or of_linear):
                 maps[f'{path}.{name}'] = p
     return maps
+
+
+def predict(model, x):
+    """Probabilities: the logits of a symbol that a slot cannot hold are -inf."""
+    return model(x)[0].softmax(-1)
 
 
 @ALL
