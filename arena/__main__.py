@@ -27,7 +27,7 @@ import torch
 
 from arena.entries import ENTRIES
 from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_sweep
-from plumbing.cli import Parser, UserError, between, run_main, write_json
+from plumbing.cli import Parser, UserError, numbers, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
 from plumbing.text import read_log
@@ -258,7 +258,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument('entries', nargs='*', help='names in arena/entries.py; none: all of them')
     parser.add_argument('--track', choices=TRACKS, default='toy', help='which race')
-    parser.add_argument('--seeds', type=between(1, 100), default=3, help='how many: 1, 2, ...')
+    parser.add_argument('--seeds', type=numbers, default='1,2,3', help='a run for each')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a third of a run for each value')
     parser.add_argument('--table', action='store_true', help='run nothing')
     parser.add_argument('--results', type=Path, default=RESULTS, help='where the rows go')
@@ -274,11 +274,11 @@ def main():
             show_sweep(name, key, path)
     else:
         path = args.results / f'arena_{args.track}.jsonl'
-        wanted = [(name, seed, None) for seed in range(1, args.seeds + 1) for name in entries]
+        wanted = [(name, seed, None) for seed in args.seeds for name in entries]
         failures, missing = make_missing(entries, wanted, None, path, args.track)
         show(args.track, args.results, args.entries)
         if missing and args.results == RESULTS:
-            call('papers.tables')                     # the tables of docs/arena.md
+            call('papers.tables')                        # the tables of docs/arena.md
     for name, reason in failures.items():
         print(f'{name}: {reason}')
     if unfinished := {name for name, _, _ in missing} & {*failures}:

@@ -49,6 +49,11 @@ def between(low, high, kind=int):
     return number
 
 
+def numbers(text):
+    """A type for Parser.add_argument: 1,2,3"""
+    return [int(number) for number in text.split(',')]
+
+
 def run_main(main):
     """How every script ends: if __name__ == '__main__': run_main(main)"""
     for stream in (sys.stdout, sys.stderr):

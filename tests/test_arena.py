@@ -93,15 +93,15 @@ def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
             raise KeyboardInterrupt
         call(script, *args)
     monkeypatch.setattr(arena, 'call', stopped)
-    go(home, 'gpt2', 'mine', '--seeds=2', code=130)
+    go(home, 'gpt2', 'mine', '--seeds=1,2', code=130)
     assert called == [('tools.check', 'moep'), *race_of('gpt2', 1), ('tools.check', 'moep')]
     monkeypatch.setattr(arena, 'call', call)
     called.clear()
-    go(home, 'gpt2', 'mine', '--seeds=2')
+    go(home, 'gpt2', 'mine', '--seeds=1,2')
     assert called == [('tools.check', 'moep'), *race_of('mine', 1), *race_of('gpt2', 2),
                       *race_of('mine', 2)]
     called.clear()
-    tables = go(home, 'gpt2', 'mine', '--seeds=2')
+    tables = go(home, 'gpt2', 'mine', '--seeds=1,2')
     assert called == [] and tables == go(home, 'gpt2', 'mine', '--table')
 
 
@@ -151,7 +151,7 @@ def test_changed_settings_are_not_mixed(home, called):
     """Neither with rows, nor with a run that was stopped."""
     go(home, 'mine', '--seeds=1')
     ENTRIES['toy']['mine'] = TINY | dict(learning_rate=1e-3)
-    go(home, 'mine', '--seeds=2', code=2)
+    go(home, 'mine', '--seeds=1,2', code=2)
     (home / 'results/arena_toy.jsonl').unlink()
     go(home, 'mine', '--seeds=1', code=2)
     assert called.count(('train.py', 'mine_1')) == 1

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, human, reading, run_main, write_json
+from plumbing.cli import (
+    Parser, UserError, between, human, numbers, reading, run_main, write_json)
 from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
 from plumbing.text import read_lines
@@ -347,10 +348,6 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
         print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}{rest}',
               flush=True)
         task = rest = ''                                 # its other metrics stand below
-
-
-def numbers(text):
-    return [int(number) for number in text.split(',')]
 
 
 def read_arguments():
