@@ -374,6 +374,8 @@ def widen(model, machine):
 def find_run(out, s, keys, machine):
     """The checkpoint that --resume continues, or None if a new run starts. A resumed run keeps its
     model and data; what else has changed is printed."""
+    if (out / 'train.bin').exists():                     # a run would replace its meta.json
+        raise UserError(f'{out} is a data set: set another --out_dir')
     is_plan = s.max_iters == 0 and not s.surgery
     if is_plan or s.overwrite or not any(out.glob('ckpt*.pt')):
         if s.resume and not is_plan:

@@ -82,6 +82,7 @@ def one_line(done, script):
     ([*NEW, '--dropout_schedule=late'], 'set_dropout'),
     ([*NEW, '--device=tpu'], 'see --device'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
+    ([*NEW, '--out_dir=data/toy_math'], 'data/toy_math is a data set'),
     ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),
     ([*RESUME, '--batch_size=4'], 'resume with the same'),
     ([*RESUME, '--n_embd=32'], 'has n_embd = 16, not 32'),
