@@ -33,14 +33,16 @@ def test_passes(data_dir, tmp_path, monkeypatch):
     log = [dict(run=dict(steps=2, tokens_per_step=64, parameters=9)), dict(loss=1.0),
            dict(val=dict(toy_stories=dict(bits_per_byte=1.0), toy_math=dict(bits_per_byte=2.0)))]
     monkeypatch.setattr(passes, 'read_log', lambda out: log)
-    data = []
-    monkeypatch.setattr(passes, 'call', lambda _, *args: data.append(read_settings(args)[0].data))
+    runs = []
+    monkeypatch.setattr(passes, 'call', lambda _, *args: runs.append(read_settings(args)[0]))
     rows = [passes.train(model, 1000, seed) for seed in (1, 2) for model in passes.MODELS]
     stories, math = (load_meta(data_dir / name)['splits'] for name in passes.SETS)
     share = 1000 / (stories['train']['tokens'] + math['train']['tokens'])
     first, second = (dict.fromkeys(passes.SETS, span)
                      for span in ((0.0, share), (share, 2 * share)))
-    assert data == [first] * 3 + [second] * 3
+    assert [s.data for s in runs] == [first] * 4 + [second] * 4
+    steps = {model: s.max_iters for model, s in zip(passes.MODELS, runs)}
+    assert steps['longer'] == round(steps['dense'] * 4 / 3) and steps['dense'] == steps['routed']
     n, m = (split['val']['bytes'] for split in (stories, math))
     for row in rows:
         assert row['passes'] == pytest.approx(2 * 64 / 1000)
