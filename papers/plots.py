@@ -298,8 +298,7 @@ KINDS = {                                # its colour, and how the names of its 
     'shared weights': (SHARED, 'stlm_shared'),
     'routed': (ROUTED, '')}                           # the others
 LABELS = dict(                           # entry: text, points to the right, and up
-    dense_muon=('dense_muon', 12, -20),
-    dense_moe_shared_muon_flops=('routed', 12, -2),
+    dense_muon=('dense_muon, routed', 12, -4),
     dense_moe_shared_muon_flops_drop_expert=('routed, choices dropped', -14, -8),
     dense_muon_short=('dense_muon_short', -12, -16),
     dense_small=('dense_small', -12, -6),
@@ -343,7 +342,7 @@ def arena():
     axis.annotate('better', (40, 1.222), (60, 1.242), arrowprops=dict(width=3, color='green'),
                   color='green', fontsize=24)
     axis.set(xlabel='cost: MFLOPs of training per token', xlim=(32, 272), ylim=(1.21, 1.49),
-             ylabel='bits per byte after ten passes over 10M words')
+             ylabel='bits per byte after ten passes; 7% of the text seen')
     axis.set_title('After ten passes the best entry is routed,\n'
                    'and drops choices in training', fontsize=26, weight='bold')
     axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
@@ -369,8 +368,8 @@ def passes():
     longer, reach = points[0][-1]['longer']
     axis.errorbar(passes[0], longer, reach, fmt='s', color=SHARED, ms=13, capsize=10, elinewidth=3)
     axis.annotate(
-        f'{longer:+.3f}\nif dense reads\na third more,\nin about\nequal time'.replace('-', '−'),
-        (passes[0], longer), (16, -86), textcoords='offset points', color=SHARED)
+        f'{longer:+.3f}\nif dense reads\na third more\n(2.2 passes)'.replace('-', '−'),
+        (passes[0], longer), (16, -76), textcoords='offset points', color=SHARED)
     axis.axhline(0, color='black')
     axis.axhspan(0, 1, color=ROUTED, alpha=0.12, lw=0)
     axis.text(0.97, 0.92, 'routed is better', fontsize=24, ha='right', transform=axis.transAxes)
