@@ -112,11 +112,11 @@ def read_text(path, split):
 # ---- Documents -> a data set --------------------------------------------------------------------
 
 def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, seed=1337,
-                   overwrite=False, source=(), no_copies=None, **settings):
+                   overwrite=False, source=(), no_copies=False, **settings):
     """
     documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    form: ('chunks', 12), for instance; no_copies: data sets (see leave_out_copies), or None;
-    settings: what else meta.json shall say.
+    form: ('chunks', 12), for instance; settings: what else meta.json shall say; no_copies: data
+    sets, and copies of validation text, also of theirs, are left out; None: they are counted.
     """
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
@@ -125,8 +125,14 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
-        if no_copies is not None:
-            spans['train'] = leave_out_copies(work, spans, no_copies)
+        if no_copies is not False:
+            new = share_no_lines(work, spans, no_copies or [])
+            n = len(spans['train']) - len(new)
+            hint = '--no_copies leaves them out'
+            if no_copies is not None:
+                spans['train'], hint = new, 'left out'
+            if n:
+                print(f'{n:,} training documents share a long line with validation text: {hint}')
         if not spans['train']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
                             'or one document only, and validation needs one (see --split)')
@@ -170,18 +176,15 @@ def read_spans(folder, spans):
             yield file.read(length).decode('utf-8')
 
 
-def leave_out_copies(work, spans, folders):
+def share_no_lines(work, spans, folders):
     """The training documents that share no line of 60 characters or more with validation text,
     their own or that of other data sets."""
     others = [load_tokenizer(folder).decode(np.fromfile(
         Path(folder, 'val.bin'), load_meta(folder)['dtype']), end=b'\n') for folder in folders]
     texts = itertools.chain(others, read_spans(work, spans['val']))
     lines = {line for text in texts for line in text.split('\n') if len(line) >= 60}
-    kept = [span for span, text in zip(spans['train'], read_spans(work, spans['train']))
+    return [span for span, text in zip(spans['train'], read_spans(work, spans['train']))
             if lines.isdisjoint(text.split('\n'))]
-    left_out = len(spans['train']) - len(kept)
-    print(f'{left_out:,} training documents share a long line with validation text: left out')
-    return kept
 
 
 def batches(spans, size):
