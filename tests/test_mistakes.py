@@ -1,6 +1,7 @@
 """A user's mistake, or a damaged file, ends in one line that says what to do, with exit code 2.
 Nothing that comes from a file is executed. A bug keeps its traceback."""
 
+import gzip
 import importlib
 import json
 import os
@@ -37,6 +38,7 @@ def stock(run, data_dir, tmp_path_factory):
     (home / 'book.txt').write_text('A line.\n\nAnother.\n' * 20)
     (home / 'latin.txt').write_bytes('Caf\xe9\n'.encode('latin-1') * 20)
     (home / 'rows.jsonl').write_text('{"body": "A line."}\n' * 20)
+    (home / 'books.tar.gz').write_bytes(gzip.compress(b'A tar is text, and headers.\n' * 20))
     (home / 'broken.py').write_text('batch_size = (\n')
     (home / 'a_file').write_text('')
     return home
@@ -100,6 +102,7 @@ def one_line(done, script):
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
     ([*TEXT, '--input', 'a_file'], 'there is no text to train on'),
+    ([*TEXT, '--input', 'books.tar.gz'], 'books.tar.gz is an archive: unpack it'),
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
 ], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')
