@@ -22,5 +22,3 @@ learning_rate = 3e-3
 min_lr = 3e-4
 warmup_iters = 50
 weight_decay = 0.01
-eval_interval = 500
-save_interval = 500

@@ -17,4 +17,3 @@ learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 50
 eval_interval = 250
-save_interval = 500

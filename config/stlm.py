@@ -22,4 +22,3 @@ learning_rate = 3e-3
 min_lr = 2e-4
 warmup_iters = 50
 eval_interval = 250
-save_interval = 500

@@ -258,37 +258,6 @@ def stlm():
     return figure
 
 
-# ---- Speed --------------------------------------------------------------------------------------
-
-
-def speed():
-    """Time and memory of a step, and FLOPs of a token, as the number of parameters grows."""
-    rows = {row['run']: row for row in read('speed') if row['group'] == 'step'}
-    sweeps = (('MoEP: P blocks, K = 2 (32 x 512)',
-               dict(moep_p2='P = 2', moep_p4='4', moep_p8='8', moep_p16='16')),
-              ('ModuleFormer: E FFN modules, K = 2 (32 x 512)',
-               dict(mf_e8='E = 8', mf_32='16', mf_e32='32', mf_e64='64')))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    for axis, (title, names) in zip(axes, sweeps):
-        points = [rows[name] for name in names]
-        size = [row['total'] / 1e6 for row in points]
-
-        def relative(key, points=points):
-            return [row[key] / points[0][key] for row in points]
-
-        time = relative('ms')
-        axis.plot(size, time, 'o-', label='time of a step')
-        axis.plot(size, relative('flops_per_token'), 's--', label='FLOPs of a token')
-        axis.plot(size, relative('gib'), '^:', label='memory')
-        axis.plot(size, [s / size[0] for s in size], color='grey', lw=1, label='parameters')
-        for x, y, label in zip(size, time, names.values()):
-            axis.annotate(label, (x, y), textcoords='offset points', xytext=(0, 9), ha='center')
-        axis.set(title=title, xlabel='parameters, millions', ylabel='against the smallest',
-                 ylim=(0, None))
-    axes[0].legend()
-    return figure
-
-
 # ---- The arena ----------------------------------------------------------------------------------
 
 
@@ -390,7 +359,7 @@ def passes():
 
 
 ALL = (papaformer, moep, moep_entities, moep_routes, lookup, moduleformer, prune, selfmoe, stlm,
-       speed, arena, passes)
+       arena, passes)
 
 if __name__ == '__main__':
     for draw in ALL:

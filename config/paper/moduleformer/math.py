@@ -19,6 +19,5 @@ learning_rate = 5e-4            # the same for every method
 schedule = 'constant'           # as in the paper
 warmup_iters = 20
 weight_decay = 0.01
-seed = 42
 eval_interval = 200
 save_interval = 200

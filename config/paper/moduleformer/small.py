@@ -27,6 +27,5 @@ min_lr = 1e-4
 schedule = 'cosine'
 warmup_iters = 400
 weight_decay = 0.01             # as in the paper
-seed = 42
 eval_interval = 1000
 save_interval = 1000

@@ -19,6 +19,3 @@ batch_size = 16
 learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 100
-seed = 42
-eval_interval = 500
-save_interval = 500

@@ -22,6 +22,3 @@ batch_size = 16                 # 1, accumulated 64 times
 learning_rate = 5e-4            # 2.5e-6
 min_lr = 5e-5                   # not given
 warmup_iters = 100              # 12,800 of 128,000 iterations
-seed = 42
-eval_interval = 500
-save_interval = 500

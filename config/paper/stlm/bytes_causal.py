@@ -30,6 +30,3 @@ min_lr = 6e-5                   # not given in the paper
 schedule = 'cosine'
 warmup_iters = 100              # the paper: 5,000
 weight_decay = 0.1
-seed = 42
-eval_interval = 500
-save_interval = 500

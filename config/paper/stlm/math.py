@@ -30,6 +30,3 @@ min_lr = 1e-4
 schedule = 'cosine'
 warmup_iters = 100
 weight_decay = 0.1
-seed = 42
-eval_interval = 500
-save_interval = 500

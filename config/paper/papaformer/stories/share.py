@@ -33,6 +33,5 @@ beta1 = 0.9
 beta2 = 0.95
 eps = 1e-5
 grad_clip = 1.0                 # not given in the paper
-seed = 42
 eval_interval = 1000
 save_interval = 1000
