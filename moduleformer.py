@@ -348,8 +348,6 @@ def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     old logit."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
-    if n_att + n_ffd == 0:
-        raise ValueError('n_att and n_ffd are both 0: there is nothing to insert')
     if model.config.new_att or model.config.new_ffd:
         model = absorb_inserted(model)
     new = rebuild_with(model, model.state_dict(), new_att=n_att, new_ffd=n_ffd)
@@ -375,8 +373,6 @@ def absorb_inserted(model):
 def rebuild_with(model, state, staying=None, **changes):
     """A new model: the config with `changes`, the weights of `state`; other weights stay random. Of
     what has a row per module, the rows in staying[pool] stay, or rows are added."""
-    if hasattr(model, 'adapted'):
-        raise ValueError('the model has adapters: merge them first')
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     weights = new.state_dict()
     for name, tensor in state.items():
@@ -420,8 +416,6 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     model = absorb_inserted(model)
     if usage is None:
         usage = count_usage(model, batches or [])
-    if not usage or not all(count.sum() > 0 for count in usage.values()):
-        raise ValueError('prune_experts needs usage, or batches with at least one target')
     pools = {name.removesuffix('.router'): module.n_choices
              for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {pool: len(count) for pool, count in usage.items()}:

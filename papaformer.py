@@ -395,8 +395,6 @@ def path_usage(model, idx):
     is most similar (cosine) to the Connection's result, and leave out the last layer, where their
     widths differ. Call eval() first."""
     share = model.config.connection == 'share'
-    if model.config.n_parallel < (2 if share else 1):
-        raise ValueError('path_usage needs a model with parallel layers, at least two for share')
     if not share:
         return torch.stack([pi[:, -1].argmax(-1) for pi in model.routes(idx).values()], 1)
     used = []                                            # (B,) of each layer

@@ -293,8 +293,6 @@ class Block(nn.Module):
 
 def rebuild(model, **changes):
     """A new model with a changed config and the weights that both have, in the same mode."""
-    if hasattr(model, 'adapted'):
-        raise ValueError('the model has adapters: merge them first')
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     new.load_state_dict(model.state_dict(), strict=False)    # leaves out what only one has
     return new.train(model.training)
@@ -305,8 +303,6 @@ def add_gates(model, kind='matrix'):
     it is trained further. Kind 'none' adds nothing, as the control in a comparison."""
     if model.gates:
         raise ValueError('the model has gates already')
-    if model.config.n_layer < 2:
-        raise ValueError('a model of one block has no place for a gate')
     return rebuild(model, gate=kind, gate_layers=None)
 
 
@@ -352,8 +348,6 @@ def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
         model.train(was_training)
     table = GateTable()
     for i, pairs in perplexities.items():
-        if not pairs:
-            raise ValueError('select_gates needs calibration batches with at least one target')
         without, with_gate = torch.cat(pairs, 1).mean(1).tolist()
         keep = rules[rule](i, without, with_gate)
         table.append({'layer': i, 'without': without, 'with': with_gate, 'kept': keep})
@@ -415,8 +409,6 @@ def upcycle(model, n=2, k=2):
     """Every FFN becomes n copies of itself, of which a token takes k, behind a random router."""
     if model.config.n_expert > 1:
         raise ValueError('the model is a mixture of experts already')
-    if n < 2:
-        raise ValueError(f'n = {n} copies make no mixture')
     new = rebuild(model, n_expert=n, top_k=k)
     with torch.no_grad():
         for block, old in zip(new.blocks, model.blocks):

@@ -1,23 +1,17 @@
-"""Downloads from a server of our own, and where the named data sets come from."""
+"""Downloads from a server of our own, and zip files."""
 
-import bz2
 import contextlib
 import http.server
-import io
-import json
 import os
 import random
 import re
 import threading
-import urllib.request
 import zipfile
 
 import pytest
 
-import prepare
 from plumbing.cli import UserError
-from plumbing.download import download, fetch_named
-from plumbing.tokenizer import EOT
+from plumbing.download import download, fetch_named, unpack
 
 BODY = random.Random(3).randbytes(10000)
 
@@ -75,43 +69,11 @@ def test_a_download_that_fails(tmp_path):
     assert os.listdir(tmp_path / 'blimp') == ['blimp.zip']
 
 
-def zipped(files):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, 'w') as pack:
-        for name, text in files.items():
-            pack.writestr(name, text)
-    return out.getvalue()
-
-
-def named_files():
-    """{path on the server: content} of the named data sets, in little."""
-    page = '<page><title>T</title><ns>0</ns><revision><text>Word.</text></revision></page>'
-    pair = json.dumps(dict(sentence_good='a', sentence_bad='b')) + '\n'
-    pairs = {f'blimp-master/data/p{i}.jsonl': pair for i in range(67)}
-    lines = {'../train_10M/a.train': 'A line.\n' * 9, '__MACOSX/train_10M/._a.train': 'no'}
-    wiki = '/simplewiki/latest/simplewiki-latest-pages-articles.xml.bz2'
-    files = {wiki: bz2.compress(f'<m xmlns="x">{page}</m>'.encode()),
-             '/download/y7djq/': zipped(lines),
-             '/download/uyd7v/': zipped({'dev/a.dev': 'Another.\n'}),
-             '/alexwarstadt/blimp/archive/refs/heads/master.zip': zipped(pairs)}
-    for split in ('train', 'valid'):
-        path = f'/datasets/roneneldan/TinyStories/resolve/main/TinyStories-{split}.txt'
-        files[path] = f'A story of a cat.\n{EOT}\n'.encode() * 500
-    return files
-
-
-def test_named_downloads(tmp_path, monkeypatch):
-    request = urllib.request.Request
-    with serve(named_files()) as (address, requests):
-        def request_here(url, headers):
-            return request(re.sub('https://[^/]+', address, url), headers=headers)
-        monkeypatch.setattr(urllib.request, 'Request', request_here)
-        files = {name: prepare.find_files(fetch_named(name, tmp_path))
-                 for name in ('tinystories', 'simplewiki', 'babylm', 'blimp')}
-        fetch_named('babylm', tmp_path)
-        assert len(requests) == 6                        # nothing is asked for twice
-    names = {name: [(split, path.name) for split, path in pairs] for name, pairs in files.items()}
-    assert names['tinystories'] == [('train', 'train.txt'), ('val', 'valid.txt')]
-    assert names['babylm'] == [('train', 'a.train'), ('val', 'a.dev')]
-    assert list(prepare.read_documents(files['simplewiki'][0][1])) == ['T\nWord.']
-    assert len(names['blimp']) == 67
+def test_unpack(tmp_path):
+    """Only text files, and none outside its folder."""
+    with zipfile.ZipFile(tmp_path / 'train.zip', 'w') as pack:
+        for name in ('../train_10M/a.train', '__MACOSX/train_10M/._a.train', 'b.png'):
+            pack.writestr(name, 'A line.')
+    unpack(tmp_path / 'train.zip')
+    assert sorted(os.listdir(tmp_path)) == ['train', 'train.zip']
+    assert os.listdir(tmp_path / 'train') == ['a.train']

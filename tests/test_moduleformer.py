@@ -392,9 +392,3 @@ def test_pruned_is_the_model_with_those_modules_closed(changes):
     assert not torch.allclose(pruned(x)[0], model(x)[0], atol=1e-3)
     again, _ = prune_experts(closed, batches=[(x, x)], threshold=1e-9)
     assert torch.allclose(again(x)[0], closed(x)[0], rtol=0, atol=1e-11)   # they had no probability
-
-
-def test_pruning_needs_targets():
-    for batches in ([], [(tokens(), torch.full_like(tokens(), -1))]):
-        with pytest.raises(ValueError, match='at least one target'):
-            prune_experts(make(), batches=batches)
