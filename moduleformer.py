@@ -29,7 +29,7 @@ Departures from the paper, and choices that it leaves open:
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
   does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
-  --stream --memory=T`). A token sees up to 2T tokens itself (5.1), N_L*T through N_L layers (3.2).
+  --stream --memory=T`, which gives `features` the same cache again). A token sees up to 2T tokens itself (5.1), N_L*T through N_L layers (3.2).
 - Not given in the paper: LayerNorm, exact GELU, no biases, `init_weights`, `dropout`. An untied
   head follows from Table 4's counts. p(m) of Eq. 7 is a micro-batch's, as in IBM's release.
 
@@ -70,6 +70,7 @@ class ModuleFormerConfig:
     new_ffd: int = 0               # FFN modules likewise
     released: bool = False         # as IBM's MoLM: bias and GELU in routers, kv bias, tanh GELU
     dropout: float = 0.0           # on embeddings and what pools add; helps with little text
+    memory: int = 0                # keys and values of the text before that training keeps (stream)
     query_block: int = 128         # tokens whose attention is in memory at once, without kernels
     sparse: bool = True            # False: compute every module for every token, to compare
 
@@ -280,15 +281,21 @@ class ModuleFormer(nn.Module):
         for i, block in enumerate(self.blocks):
             x, keys, losses = block(x, cache[i] if cache and i < len(cache) else None)
             if cache is not None:                        # a list of each layer's keys and values
+                if self.training:                        # copies: a view would keep all of them
+                    keys = [y[:, :, -self.config.memory:].detach().clone() for y in keys]
                 cache[i:i + 1] = [keys]                  # replaces the old ones, or extends
             for name, loss in losses:
                 aux[name] = aux.get(name, 0) + loss
         return self.ln_f(x), aux
 
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return self.head(x)
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
-        logits = self.head(x)
+        logits = self.logits(x)
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
@@ -565,4 +572,5 @@ class GroupedProduct(torch.autograd.Function):
         return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
 
 
+surgeries = [insert_experts, absorb_inserted, prune_experts] # what tools/surgery.py offers
 Config, Model = ModuleFormerConfig, ModuleFormer         # what train.py looks for

@@ -302,11 +302,14 @@ class MoEP(nn.Module):
             x = block(x, cache)
         return self.ln_f(x), aux
 
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return F.linear(x, (self.wte if self.config.tied else self.head).weight)
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
-        head = self.wte if self.config.tied else self.head
-        logits = F.linear(x, head.weight)
+        logits = self.logits(x)
         if targets is None:
             return logits, None, aux
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,

@@ -306,11 +306,15 @@ class PaPaformer(nn.Module):
             x = block(x, past, cache)
         return self.norm_f(x), aux
 
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return self.head(x)
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
-            return self.head(x), None, aux
+            return self.logits(x), None, aux
         loss = head_loss(x, self.head.weight, targets, reduction)    # cross-entropy of self.head(x)
         return None, loss, aux
 
@@ -428,4 +432,5 @@ def head_loss(x, weight, targets, reduction):
     return loss.view_as(targets) if reduction == 'none' else loss
 
 
+surgeries = [compose]                                    # what tools/surgery.py offers
 Config, Model = PaPaformerConfig, PaPaformer             # what train.py looks for

@@ -3,6 +3,7 @@ Text -> token bins and a tokenizer.
 
     python prepare.py toy                                # toy corpora of our own, no network
     python prepare.py text --name mine --input book.txt  # your own .txt, .jsonl, .gz, .xz, .bz2
+    python prepare.py mix --name both --input data/toy_stories:0:0.6 data/toy_math --passes 1 2.5
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
 A data set is a folder, data/NAME: train.bin and val.bin (token ids as uint16, above 65,536 tokens
@@ -15,6 +16,7 @@ documents are dropped. Otherwise the text is unchanged. It need not fit into mem
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -31,7 +33,7 @@ from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
-                                rank_tokenizer, ranks_blob, wrap_tokenizer)
+                                rank_tokenizer, ranks_blob, shared_tokenizer, wrap_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 
@@ -256,6 +258,60 @@ def encode_split(work, split, spans, tokenizer, jobs):
     return dict(counts)
 
 
+# ---- Parts of data sets -> a data set -----------------------------------------------------------
+
+def mix(target, inputs, passes, overwrite):
+    """One data set of parts of others. An input is data/NAME, or data/NAME:0.6:1 for its text from
+    60% on. passes: how many copies of each; 1.5 is one and a half. A part ends where a document
+    does. The validation text is all of theirs."""
+    passes = passes or [1.0] * len(inputs)
+    try:
+        parts = [(Path(folder), *map(float, places or (0, 1)))
+                 for folder, *places in (part.split(':') for part in inputs)]
+        assert len(passes) == len(parts) and min(passes) > 0
+        assert all(0 <= low < high <= 1 for _, low, high in parts)
+    except (AssertionError, ValueError):
+        raise UserError('mix takes --input data/A:FROM:TO data/B ..., with 0 <= FROM < TO <= 1, '
+                        'and as many --passes, or none') from None
+    tokenizer = shared_tokenizer(*(folder for folder, _, _ in parts))
+    end = np.array(tokenizer.end, tokenizer.dtype)
+    splits = {}
+    with new_folder(target, overwrite) as work:
+        for split in ('train', 'val'):
+            counts = Counter(tokens=len(end))
+            with open(work / f'{split}.bin', 'wb') as file:
+                file.write(end.tobytes())
+                for (folder, low, high), times in zip(parts, passes):
+                    tokens = np.memmap(folder / f'{split}.bin', tokenizer.dtype, 'r')
+                    spans = [(0, len(tokens))]
+                    if split == 'train':
+                        cut = lambda share: document_end(tokens, share * len(tokens), tokenizer)
+                        spans = [(cut(low), cut(high))] * int(times)
+                        spans += [(cut(low), cut(low + (high - low) * (times % 1)))]
+                    whole = load_meta(folder)['splits'][split]
+                    for first, last in spans:
+                        tokens[max(first, len(end)):last].tofile(file)
+                        share = max(0, last - max(first, len(end))) / whole['tokens']
+                        counts.update({key: n * share for key, n in whole.items()})
+            splits[split] = {key: round(n) for key, n in counts.items()}
+            print(f"{target}/{split}.bin: {splits[split]['tokens']:,} ids")
+        if tokenizer.file:
+            (work / tokenizer.file).write_bytes(tokenizer.blob)
+        meta = dict(name=target.name, source=inputs, splits=splits,
+                    dtype=tokenizer.dtype, tokenizer=tokenizer.about())
+        (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
+
+
+def document_end(tokens, place, tokenizer):
+    """Where the first document ends that does not end before a place."""
+    slots = len(tokenizer.end)
+    for begin in range(max(0, math.ceil(place) - slots), len(tokens), 2 ** 20):
+        ends = np.flatnonzero(tokens[begin:begin + 2 ** 20] == tokenizer.eot)
+        if len(ends):
+            return begin + int(ends[0]) + slots
+    return len(tokens)
+
+
 # ---- The toy corpora, from the grammars in plumbing/toy.py --------------------------------------
 
 def make_missing_toys(names, root='data'):
@@ -321,10 +377,11 @@ def copy_pairs(target, inputs, overwrite):
 
 def read_arguments(argv):
     parser = Parser(__doc__)
-    parser.add_argument('what', choices=['toy', 'text', *NAMED], help='what to prepare')
+    parser.add_argument('what', choices=['toy', 'text', 'mix', *NAMED], help='what to prepare')
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+',
                         help='files and folders: .txt, .jsonl, .gz, .xz, .bz2')
+    parser.add_argument('--passes', type=float, nargs='+', help='mix: copies of each input')
     parser.add_argument('--out', default='data', help='where data sets go')
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument('--vocab_size', type=between(257, 65536),
@@ -349,8 +406,9 @@ def read_arguments(argv):
     parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
-    if args.what == 'text' and not (args.name and args.input):
-        raise UserError('text needs --name and --input, files or folders with .txt or .jsonl text')
+    if args.what in ('text', 'mix') and not (args.name and args.input):
+        raise UserError(f'{args.what} needs --name and --input: for text files or folders with '
+                        '.txt or .jsonl text, for mix data sets')
     return args
 
 
@@ -360,6 +418,8 @@ def main(argv=None):
         return make_toy(args.out, args.overwrite)
     target = Path(args.out, args.name or args.what)
     check_free(target, args.overwrite)                   # before anything is downloaded or read
+    if args.what == 'mix':
+        return mix(target, args.input, args.passes, args.overwrite)
     inputs = args.input or fetch_named(args.what, Path(args.out, 'raw'))
     if args.what == 'blimp':
         return copy_pairs(target, inputs, args.overwrite)

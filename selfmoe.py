@@ -143,11 +143,15 @@ class SelfMoE(nn.Module):
                 aux[f'gate_size_{i}'] = mean_size(gate_out)
         return self.norm_f(h), aux
 
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return F.linear(x, self.head_weight)
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
-            return F.linear(x, self.head_weight), None, aux
+            return self.logits(x), None, aux
         loss = head_loss(x, self.head_weight, targets, reduction)    # cross-entropy of the logits
         return None, loss, aux
 
@@ -434,4 +438,5 @@ def head_loss(x, weight, targets, reduction):
     return loss.view_as(targets) if reduction == 'none' else loss
 
 
+surgeries = [add_gates, select_gates, upcycle]           # what tools/surgery.py offers
 Config, Model = SelfMoEConfig, SelfMoE                   # what train.py looks for

@@ -55,6 +55,8 @@ class STLMConfig:
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
+    dropout_schedule: str = 'constant'     # section 5.5; `dropout_rate` below has the others
+    dropout_phase: float = 0.5     # early: dropout before this part of the run; late: after it
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
     lora_rank: int = 0             # with share: rank of each layer's own adapters; 0: none
@@ -69,6 +71,11 @@ class STLMConfig:
             f"share is '{self.share}'; it can be none, ffn or all"
         assert self.decoder in ('causal', 'parallel'), \
             f"decoder is '{self.decoder}'; it can be causal or parallel"
+        schedules = dropout_rates(self, 0)
+        assert self.dropout_schedule in schedules, \
+            f"dropout_schedule is '{self.dropout_schedule}'; it can be {', '.join(schedules)}"
+        assert self.dropout_schedule == 'constant' or self.dropout, \
+            'a dropout_schedule needs a dropout above 0'
         assert self.share != 'none' or not (self.lora_rank or self.share_group), \
             "lora_rank and share_group need shared weights: set share='ffn' or share='all'"
         assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
@@ -169,7 +176,7 @@ class Transformer(nn.Module):
             nn.ModuleDict({name: adapter(linear, c.lora_rank) for name, linear in to_adapt.items()})
             for _ in range(c.n_layer if c.lora_rank else 0))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
-        self.dropout = Dropout(c.dropout)
+        self.dropout = Dropout(c)
 
     def run_layers(self, x, attend_in):
         """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): attention of core or chunk."""
@@ -263,7 +270,8 @@ class ChunkTransformer(Transformer):
     def __init__(self, config):
         d, heads = config.byte_embd, config.byte_head
         small = replace(config, n_layer=config.byte_layer, n_embd=d, n_head=heads, n_kv_head=heads,
-                        ffn_hidden=3 * d, dropout=0.0, share='none', share_group=0, lora_rank=0)
+                        ffn_hidden=3 * d, dropout=0.0, share='none', share_group=0, lora_rank=0,
+                        dropout_schedule='constant')
         super().__init__(small)
         self.position = nn.Parameter(torch.empty(config.byte_limit + 1, d))
 
@@ -274,11 +282,11 @@ class ChunkTransformer(Transformer):
 
 
 class Dropout(nn.Module):
-    """Dropout at a constant rate or, after set_dropout, at p. p is a tensor, so compiled models and
+    """Dropout at a constant rate or, under a schedule, at p. p is a tensor, so compiled models and
     captured CUDA graphs read it anew at every step; as a buffer it moves with the model."""
-    def __init__(self, rate):
+    def __init__(self, config):
         super().__init__()
-        self.constant = rate                             # None under a schedule
+        self.constant = config.dropout if config.dropout_schedule == 'constant' else None
         self.register_buffer('p', torch.zeros(()), persistent=False)
 
     def forward(self, x):
@@ -287,6 +295,15 @@ class Dropout(nn.Module):
         p = self.p if self.constant is None else torch.full((), self.constant, device=x.device)
         keep = torch.rand(x.shape, device=x.device) >= p
         return torch.where(keep, x / (1 - p).to(x.dtype), 0)
+
+
+def dropout_rates(config, done):
+    """Section 5.5: {schedule: the rate when this part of the run, from 0 to 1, is done}"""
+    p, is_early = config.dropout, done < config.dropout_phase
+    return dict(
+        constant=p, early=p * is_early, late=p * (not is_early), linear=p * (1 - done),
+        rising=p * done, triangle=p * (1 - abs(2 * done - 1)),
+        triangles=p * (1 - abs(8 * done % 2 - 1)))       # one peak, four peaks
 
 
 def attend_scheduled(q, k, v, dropout):
@@ -349,10 +366,9 @@ class STLM(Transformer):
                 std /= math.sqrt(2 * (c.byte_layer if narrow else c.n_layer))
             nn.init.normal_(p, std=std)
 
-    def set_dropout(self, p):
-        """train.py calls this at every step of a schedule, such as early or late (section 5.5)."""
-        self.dropout.constant = None
-        self.dropout.p.fill_(p)
+    def set_progress(self, done):
+        """train.py calls this before every step, with the part of the run that is done."""
+        self.dropout.p.fill_(dropout_rates(self.config, done)[self.config.dropout_schedule])
 
     def core(self, x, cache=None):
         """(B, T, D) vectors of tokens or chunks -> final-norm states (B, T, D)."""

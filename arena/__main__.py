@@ -30,7 +30,7 @@ from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_swee
 from plumbing.cli import Parser, UserError, numbers, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
-from plumbing.text import read_log
+from plumbing.log import read_log
 from prepare import make_missing_toys
 from tools.flops import training_flops
 
@@ -56,10 +56,9 @@ def find_entries(names, track):
 def check_rules(name, stages, track):
     """What stages make, and the tokens of epochs, are only known after training."""
     rules = TRACKS[track]
-    for stage in stages:
+    for stage in filter(is_training, stages):
         s, module, keys = read_settings(options(stage))
-        data = [s.data] if isinstance(s.data, str) else [*s.data]
-        if data != [rules['data']] or s.eval_data or s.eval_tokens:
+        if stage['data'] != rules['data'] or s.eval_data or s.eval_tokens:
             raise UserError(f"{name}: the track {track} reads {rules['data']}, and is scored on it")
     if len(stages) > 1:
         return
@@ -77,13 +76,17 @@ def check_rules(name, stages, track):
                         'miss either parameters or flops_per_token')
 
 
+def is_training(stage):
+    return 'surgery' not in stage
+
+
 def options(stage, out=Path('out')):
-    """A stage's settings as train.py takes them. It may start from earlier stages, in `out`."""
-    start = stage.get('init_from')
-    if isinstance(start, int):
-        stage = stage | dict(init_from=stage_folder(out, start))
-    elif start:
-        stage = stage | dict(init_from=[stage_folder(out, n) for n in start])
+    """A stage's settings as train.py takes them. It may start from an earlier one, in `out`."""
+    stage = dict(stage)
+    if 'init_from' in stage:
+        stage['init_from'] = stage_folder(out, stage['init_from'])
+    if low_high := stage.pop('part', None):
+        stage['data'] += '_{}_{}'.format(*low_high)
     return [f'--{key}={value}' for key, value in stage.items()]
 
 
@@ -91,11 +94,26 @@ def stage_folder(out, n):
     return (out / f'stage_{n}').as_posix()
 
 
+def operate(surgery, runs, folder, out, seed, **arguments):
+    """A stage that rebuilds earlier ones."""
+    if not Path(folder, 'ckpt.pt').exists():
+        call('tools.surgery', surgery, *(stage_folder(out, n) for n in runs), '--out', folder,
+             '--seed', seed, *(f'--{key}={value}' for key, value in arguments.items()))
+
+
+def make_part(data, low, high):
+    """A part of the track's text, as a data set of its own."""
+    name = f'{data}_{low}_{high}'
+    if not Path('data', name).exists():
+        call('prepare.py', 'mix', '--name', name, '--input', f'data/{data}:{low}:{high}')
+
+
 def identify(stages, swept=None):
     """What an entry is, as its rows have it: its settings but the one that is swept, and a checksum
     of its code."""
     configs = [{key: value for key, value in stage.items() if key != swept} for stage in stages]
-    sources = [text for stage in stages for text in model_sources(stage['model']).values()]
+    sources = [text for stage in filter(is_training, stages)
+               for text in model_sources(stage['model']).values()]
     code = ''.join(map(code_of, sources))
     return dict(configs=json.loads(json.dumps(configs)), checksum=zlib.crc32(code.encode()))
 
@@ -146,6 +164,11 @@ def train(stages, out, seed, setting):
     logs = []
     for n, stage in enumerate(stages):
         folder = stage_folder(out, n) if len(stages) > 1 else out.as_posix()
+        if not is_training(stage):
+            operate(**stage, folder=folder, out=out, seed=seed)
+            continue
+        if 'part' in stage:
+            make_part(stage['data'], *stage['part'])
         args = options(stage, out)
         if setting:
             args += [third_of_tokens(args, setting), f'--{setting}']

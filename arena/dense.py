@@ -258,11 +258,15 @@ class Dense(nn.Module):
                 aux[name] = aux.get(name, 0) + loss
         return norm(x), aux
 
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return F.linear(x, self.wte.weight)
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
         if targets is None:
-            return F.linear(x, self.wte.weight), None, aux
+            return self.logits(x), None, aux
         loss = head_loss(x, self.wte.weight, targets, reduction)     # cross-entropy of these logits
         return None, loss, aux
 

@@ -11,8 +11,9 @@ Then find its learning rate, and race:
     python -m arena mine moep
 
 An entry is a dict of settings, as train.py takes them. A list of dicts is an entry of several
-stages: `init_from=0` starts from stage 0, `init_from=[0, 1]` joins stages 0 and 1. NAME_flops is a
-variant for the class of equal FLOPs. docs/arena.md has the rules and says which learning rates were
+stages. `init_from=0` starts from stage 0; `part=(0, 0.5)` reads the first half of the text;
+dict(surgery='compose', runs=[0, 1], ...) is a surgery on stages 0 and 1 (tools/surgery.py).
+NAME_flops is a variant for the class of equal FLOPs. docs/arena.md has the rules and says which learning rates were
 swept; papers/results/arena_TRACK_sweeps.jsonl has the sweeps.
 """
 
@@ -75,10 +76,10 @@ TOY = dict(
     papaformer_share=papaformer,
     papaformer_gumbel=papaformer | GUMBEL,
     papaformer_composed=[
-        path | dict(data={'toy_stories': (0.0, 0.5)}),
-        path | dict(data={'toy_stories': (0.5, 1.0)}),
-        recipe | dict(model='papaformer', init_from=[0, 1], surgery='compose',
-                      surgery_args=dict(connection='share'), max_iters=390, learning_rate=8e-3)],
+        path | dict(part=(0, 0.5)),
+        path | dict(part=(0.5, 1)),
+        dict(surgery='compose', runs=[0, 1], connection='share'),
+        recipe | dict(model='papaformer', init_from=2, max_iters=390, learning_rate=8e-3)],
 
     moduleformer=moduleformer,
 
@@ -86,8 +87,8 @@ TOY = dict(
                                    aux_weights=dict(balance=0.01)),
     selfmoe_gates=[
         selfmoe | dict(n_layer=4, max_iters=488, learning_rate=8e-3),
-        recipe | dict(model='selfmoe', init_from=0, surgery='add_gates',
-                      surgery_args=dict(kind='matrix'), max_iters=488, learning_rate=8e-3)],
+        dict(surgery='add_gates', runs=[0], kind='matrix'),
+        recipe | dict(model='selfmoe', init_from=1, max_iters=488, learning_rate=8e-3)],
 
     stlm_shared=stlm | dict(model='stlm', share='ffn'),
     stlm_depth=stlm | dict(model='stlm_depth', capacity=0.125, route_every=2,
@@ -170,10 +171,10 @@ BABY = dict(
     papaformer_share_flops=papaformer | dict(n_parallel=17),
     papaformer_gumbel=papaformer | GUMBEL,
     papaformer_composed=[
-        path | dict(data={'babylm': (0.0, 0.5)}),
-        path | dict(data={'babylm': (0.5, 1.0)}),
-        recipe | dict(model='papaformer', init_from=[0, 1], surgery='compose',
-                      surgery_args=dict(connection='share', dropout=0.1), epochs=4)],
+        path | dict(part=(0, 0.5)),
+        path | dict(part=(0.5, 1)),
+        dict(surgery='compose', runs=[0, 1], connection='share', dropout=0.1),
+        recipe | dict(model='papaformer', init_from=2, epochs=4)],
 
     moduleformer=moduleformer,
     moduleformer_flops=moduleformer | dict(n_layer=10, d_att=256, n_head=4, d_ffd=896,
@@ -185,8 +186,8 @@ BABY = dict(
     selfmoe_gates=[
         base | dict(model='selfmoe', n_layer=8, n_kv_head=3, ffn_hidden=1120, gate='none',
                     epochs=5),
-        recipe | dict(model='selfmoe', init_from=0, surgery='add_gates',
-                      surgery_args=dict(kind='matrix'), epochs=5)],
+        dict(surgery='add_gates', runs=[0], kind='matrix'),
+        recipe | dict(model='selfmoe', init_from=1, epochs=5)],
 
     stlm_shared=stlm | dict(n_layer=10, n_head=8, n_kv_head=4, n_embd=512, ffn_hidden=1536),
     stlm_shared_flops=stlm,

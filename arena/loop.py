@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from arena.dense import Dense, DenseConfig, FeedForward, head_loss
 
@@ -52,12 +51,14 @@ class Loop(Dense):
             block.ffn.fc, block.ffn.down = first.ffn.fc, first.ffn.down
         self.init_weights()
 
+    def logits(self, x):
+        return self.head(self.narrow(x))
+
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         x, aux = self.features(idx, cache)
-        x = self.narrow(x)
         if targets is None:
-            return F.linear(x, self.head.weight), None, aux
-        return None, head_loss(x, self.head.weight, targets, reduction), aux
+            return self.logits(x), None, aux
+        return None, head_loss(self.narrow(x), self.head.weight, targets, reduction), aux
 
     def count_params(self):
         """Total, and active: a weight that a token meets in each pass counts each time."""

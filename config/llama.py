@@ -1,7 +1,7 @@
 """LLaMA on both toy corpora: the dense baseline of config/papaformer.py, about as large and from
 the same model file."""
 model = 'papaformer'
-data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
+data = 'toy_stories,toy_math'
 
 block_size = 64
 n_layer = 4

@@ -1,14 +1,16 @@
 """Teach the model of config/moduleformer.py a second language, with one part of the old stories to
 four parts of the new text (the paper's Table 4). Each layer gets new modules as in
-config/moduleformer_lifelong.py; the routers, the embedding and the head train too."""
-model = 'moduleformer'
-init_from = 'out/moduleformer'
-surgery = 'insert_experts'
-surgery_args = dict(n_att=1, n_ffd=1, router='full')
-data = {'toy_lingo': (0.0, 1.0), 'toy_stories': (0.0, 1.0, 0.0607)}     # 4 : 1 in tokens
-eval_data = ['toy_stories', 'toy_lingo']
+config/moduleformer_lifelong.py; the routers, the embedding and the head train too. First:
 
-epochs = 4
+    python prepare.py mix --name lingo_stories --input data/toy_lingo data/toy_stories \\
+        --passes 4 0.2428
+    python -m tools.surgery insert_experts out/moduleformer --router full --out out/inserted_full
+"""
+init_from = 'out/inserted_full'
+data = 'lingo_stories'
+eval_data = 'toy_stories,toy_lingo'
+
+epochs = 1      # four passes over the new text, and a quarter of one over the old
 batch_size = 8
 learning_rate = 1e-3
 schedule = 'constant'

@@ -1,15 +1,14 @@
 """Teach the model of config/moduleformer.py a second language, without any of the old stories (the
 paper's Table 5). Each layer gets one new attention module and one new FFN module, with their rows
-in the routers; everything else is frozen.
+in the routers; everything else is frozen. First:
+
+    python -m tools.surgery insert_experts out/moduleformer --router partial --out out/inserted
 
 rout_reg keeps those rows small: a larger weight forgets less of the stories, and learns less of the
 new language."""
-model = 'moduleformer'
-init_from = 'out/moduleformer'
-surgery = 'insert_experts'
-surgery_args = dict(n_att=1, n_ffd=1, router='partial')
+init_from = 'out/inserted'
 data = 'toy_lingo'
-eval_data = ['toy_stories', 'toy_lingo']
+eval_data = 'toy_stories,toy_lingo'
 aux_weights = dict(rout_reg=0.25)
 
 epochs = 4

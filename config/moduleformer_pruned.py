@@ -1,15 +1,13 @@
 """Prune the model of config/moduleformer_math.py, then train it a little more. A module goes if
-math uses it less than a twentieth as often as the busiest module of its pool. --max_iters=0 prunes
-without training.
+math uses it less than a twentieth as often as the busiest module of its pool. First:
+
+    python -m tools.surgery prune_experts out/moduleformer_math --threshold 0.05 --out out/pruned
 
 To choose another threshold:
 
     python -m papers.prune_curve out/moduleformer_math
 """
-model = 'moduleformer'
-init_from = 'out/moduleformer_math'
-surgery = 'prune_experts'
-surgery_args = dict(threshold=0.05, normalise='max')
+init_from = 'out/pruned'
 data = 'toy_math'
 
 epochs = 1

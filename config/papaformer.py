@@ -2,7 +2,7 @@
 
 The recipe in docs/papaformer.md trains the paths separately and then composes them."""
 model = 'papaformer'
-data = {'toy_stories': (0.0, 1.0), 'toy_math': (0.0, 1.0)}
+data = 'toy_stories,toy_math'
 
 block_size = 64
 n_layer = 2

@@ -1,11 +1,14 @@
-"""Compose the two trained paths of the recipe in docs/papaformer.md, and train the result on the
-other 40% of both corpora."""
-model = 'papaformer'
-init_from = ['out/papaformer_path_1', 'out/papaformer_path_2']
-surgery = 'compose'
-# for gumbel1 or gumbel2 add --aux_weights="dict(entropy=0.01, load=0.01)"
-surgery_args = dict(connection='share')
-data = {'toy_stories': (0.6, 1.0), 'toy_math': (0.6, 1.0)}
+"""Train the two paths of the recipe in docs/papaformer.md together, on the other 40% of both
+corpora. First:
+
+    python prepare.py mix --name both_40 --input data/toy_stories:0.6:1 data/toy_math:0.6:1
+    python -m tools.surgery compose out/papaformer_path_1 out/papaformer_path_2 --out out/composed
+
+With --connection gumbel1 or gumbel2, add --aux_weights="dict(entropy=0.01, load=0.01)" here.
+"""
+init_from = 'out/composed'
+data = 'both_40'
+eval_data = 'toy_stories,toy_math'
 
 epochs = 2
 batch_size = 8

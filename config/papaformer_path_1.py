@@ -1,6 +1,10 @@
-"""Path 1 of the recipe in docs/papaformer.md: a narrow LLaMA on 60% of the toy stories."""
+"""Path 1 of the recipe in docs/papaformer.md: a narrow LLaMA on 60% of the toy stories. First:
+
+    python prepare.py toy
+    python prepare.py mix --name stories_60 --input data/toy_stories:0:0.6
+"""
 model = 'papaformer'
-data = {'toy_stories': (0.0, 0.6)}
+data = 'stories_60'
 
 block_size = 64
 n_layer = 3

@@ -1,6 +1,10 @@
-"""Path 2 of the recipe in docs/papaformer.md: a narrow LLaMA on 60% of the toy math."""
+"""Path 2 of the recipe in docs/papaformer.md: a narrow LLaMA on 60% of the toy math. First:
+
+    python prepare.py toy
+    python prepare.py mix --name math_60 --input data/toy_math:0:0.6
+"""
 model = 'papaformer'
-data = {'toy_math': (0.0, 0.6)}
+data = 'math_60'
 
 block_size = 64
 n_layer = 3

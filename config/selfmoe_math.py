@@ -1,14 +1,13 @@
-"""Add matrix gates to the base model of config/selfmoe.py and fine-tune it on toy math.
+"""Fine-tune the base model of config/selfmoe.py with matrix gates on toy math. First:
 
-Instead of matrix gates, each with an --out_dir of its own:
+    python -m tools.surgery add_gates out/selfmoe --kind matrix --out out/gated
 
-    --surgery_args="dict(kind='vector')"                       # or scalar, none
-    --surgery=upcycle --surgery_args="dict(n=2, k=2)"          # a mixture of experts
+Instead, each with an --out and an --out_dir of its own:
+
+    python -m tools.surgery add_gates out/selfmoe --kind vector     # or scalar, none
+    python -m tools.surgery upcycle out/selfmoe --n 2 --k 2         # a mixture of experts
 """
-model = 'selfmoe'
-init_from = 'out/selfmoe'
-surgery = 'add_gates'
-surgery_args = dict(kind='matrix')
+init_from = 'out/gated'
 data = 'toy_math'
 
 epochs = 4

@@ -1,10 +1,10 @@
 """What the scripts of this folder share: their first arguments, a run, and its validation data."""
 
+from plumbing.bins import load_bin
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_meta
-from train import load_bin
 
 
 def run_parser(doc, run=None, data=None):

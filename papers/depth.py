@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from papers.common import open_run, run_parser, val_tokens
-from plumbing.checkpoint import data_folder
+from plumbing.bins import read_windows, route_shares, score_batches, val_batches
+from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
-from train import as_tensor, route_shares, score_batches, tokens_at, val_batches
 
 
 class LookingAhead(torch.nn.Module):
@@ -106,16 +106,15 @@ def main():
     if max(draft_layers, default=0) >= L:                # a model of one layer has none
         raise UserError(f'--draft_layers {max(draft_layers)}: the model has {L} layers, '
                         'and at least one must verify')
-    folder = args.data or data_folder(ckpt)
-    tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
-    lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    folder = args.data or data_folders(ckpt)[0]
+    tokens = val_tokens(folder, tokenizer)
     T = model.config.block_size
 
     def windows():
         return val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
 
     def score(model):
-        return score_batches(model, windows(), lengths, machine)
+        return score_batches(model, windows(), tokenizer, machine)
 
     routed = {}
     if model.config.capacity < 1:
@@ -139,8 +138,7 @@ def main():
 
     length = min(32, max(1, T // 2), len(tokens))
     starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
-    starts = torch.from_numpy(starts).to(machine.device)
-    prompts = tokens_at(tokens, starts[:, None] + torch.arange(length, device=machine.device))
+    prompts = machine.send(read_windows([tokens], starts, length))
     drafts = []
     plain = None
     model.eval()

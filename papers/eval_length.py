@@ -23,21 +23,20 @@ from tqdm import tqdm
 
 from moduleformer import ModuleFormer
 from papers.common import run_parser, val_tokens
-from plumbing.checkpoint import build_model, data_folder, read_checkpoint, run_tokenizer
+from plumbing.bins import read_windows
+from plumbing.checkpoint import build_model, data_folders, read_checkpoint, run_tokenizer
 from plumbing.cli import UserError, between, run_main, write_json
 from plumbing.machine import Machine
-from train import as_tensor, tokens_at
 
 
 @torch.no_grad()
 def loss_by_position(model, tokens, length, stride, batch_size, machine, segment=None, memory=0):
     """(length,) mean nats at each position of the windows that start every `stride` tokens. A
     window is read in one pass, or segment by segment with a memory."""
-    starts = torch.arange(0, len(tokens) - length, stride, device=machine.device)
+    starts = torch.arange(0, len(tokens) - length, stride)
     total = torch.zeros(length, dtype=torch.float64)
-    offsets = torch.arange(length + 1, device=machine.device)
     for batch in tqdm(starts.split(batch_size), unit='batch', disable=None, leave=False):
-        window = tokens_at(tokens, batch[:, None] + offsets)
+        window = machine.send(read_windows([tokens], batch.numpy(), length + 1))
         x, y = window[:, :-1].contiguous(), window[:, 1:].contiguous()
         nats = []
         cache = []                                       # the model appends keys and values to it
@@ -84,10 +83,10 @@ def main():
     ckpts = [read_checkpoint(run) for run in args.run]
     trained = [ckpt['settings']['seq_len'] or ckpt['config']['block_size'] for ckpt in ckpts]
     length = args.length or 4 * trained[0]
-    folder = args.data or data_folder(ckpts[0])
+    folder = args.data or data_folders(ckpts[0])[0]
     for ckpt in ckpts:
         tokenizer = run_tokenizer(ckpt)
-        tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
+        tokens = val_tokens(folder, tokenizer)
     if tokenizer.pad >= 0:
         raise UserError('eval_length reads models of plain tokens, not of chunks or pauses')
     if len(tokens) <= length:

@@ -24,13 +24,13 @@ import torch
 from tqdm import tqdm
 
 from papers.common import open_run, run_parser
-from plumbing.checkpoint import data_folder
+from plumbing.bins import load_bin
+from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
 from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 from plumbing.text import read_rows
 from plumbing.tokenizer import load_tokenizer
-from train import load_bin
 
 # in 9-5 the minus is not a sign
 NUMBER = re.compile(r'(?:(?<![\w).])-)?\d+(?:,\d{3})*(?:\.\d+)?')
@@ -165,7 +165,7 @@ def main():
                         help='problems at a time')
     args = parser.parse_args()
     model, ckpt, tokenizer, machine = open_run(args)
-    data = args.data or data_folder(ckpt)
+    data = args.data or data_folders(ckpt)[0]
     problems = read_problems(data)
     writer = fast_writer(model, Machine(args.device, 'float32'), args.batch_size)
     result = exact_answer(writer, tokenizer, problems, args.max_new_tokens, args.batch_size,

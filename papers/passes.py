@@ -21,7 +21,7 @@ from pathlib import Path
 from arena.__main__ import call, options
 from arena.entries import ENTRIES
 from plumbing.cli import Parser, run_main
-from plumbing.text import read_log
+from plumbing.log import read_log
 from plumbing.tokenizer import load_meta
 
 SETS = 'babylm', 'simplewiki', 'stories', 'math'
@@ -40,7 +40,11 @@ def train(model, size, seed):
     for key in ('stride', 'epoch_words', 'epochs'):      # here a pass reads every token once
         del settings[key]
     out = Path('out/passes', f'{model}_{size or total:.0f}_{seed}')
-    settings |= dict(data={name: (start, min(start + share, 1.0)) for name in SETS},
+    part = f'passes_{start:.4f}_{share:.4f}'
+    if not Path('data', part).exists():
+        call('prepare.py', 'mix', '--name', part, '--input',
+             *(f'data/{name}:{start}:{min(start + share, 1.0)}' for name in SETS))
+    settings |= dict(data=part,
                      max_iters=LONGER if model == 'longer' else STEPS,
                      eval_data=','.join(SETS), seed=seed, out_dir=out,
                      eval_interval=10 ** 6, save_interval=10 ** 6, sample_tokens=0)

@@ -7,33 +7,31 @@ How much of a ModuleFormer does a domain need? What is left, and the loss, for a
     python -m papers.prune_curve out/moduleformer_math --json curve.json
 
 Each module's frequency is counted on the first half of val.bin, the loss is measured on the second.
-No model is saved. To prune one, train.py has --surgery=prune_experts
---surgery_args="dict(threshold=0.05)".
+No model is saved. To prune one: python -m tools.surgery prune_experts RUN --threshold 0.05 --out NEW
 """
-
-import torch
 
 from moduleformer import ModuleFormer, count_usage, prune_experts
 from papers.common import open_run, run_parser, val_tokens
-from plumbing.checkpoint import data_folder
+from plumbing.bins import score_batches, val_batches
+from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
-from train import as_tensor, score_batches, val_batches
 
 # Of the most frequent module of a pool
 THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 BATCH = 16                                               # windows at a time
 
 
-def curve(model, tokens, token_lengths, thresholds, machine, pad=-1):
+def curve(model, tokens, tokenizer, thresholds, machine):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half = len(tokens) // 2
     T = model.config.block_size
-    usage = count_usage(model, val_batches(tokens[:half], T, BATCH, pad))
+    first = val_batches(tokens[:half], T, BATCH, tokenizer.pad)
+    usage = count_usage(model, ((machine.send(x), machine.send(y)) for x, y in first))
     rows = []
     for threshold in thresholds:
         pruned, table = prune_experts(model, usage, threshold)
-        batches = val_batches(tokens[half:], T, BATCH, pad)
-        scores = score_batches(pruned, batches, token_lengths, machine)
+        batches = val_batches(tokens[half:], T, BATCH, tokenizer.pad)
+        scores = score_batches(pruned, batches, tokenizer, machine)
         modules = sum(pool['after'] for pool in table) / sum(pool['before'] for pool in table)
         rows.append(dict(threshold=threshold, parameters=pruned.count_params()[0], left=table.left,
                          modules=modules, loss=scores['loss']))
@@ -48,11 +46,10 @@ def main():
     model, ckpt, tokenizer, machine = open_run(args)
     if not isinstance(model, ModuleFormer):
         raise UserError(f"{args.run} is a run of {ckpt['model']}; only a ModuleFormer has modules")
-    folder = args.data or data_folder(ckpt)
-    tokens = as_tensor(val_tokens(folder, tokenizer), machine.device)
-    lengths = torch.tensor([len(token) for token in tokenizer.token_bytes])
+    folder = args.data or data_folders(ckpt)[0]
+    tokens = val_tokens(folder, tokenizer)
     thresholds = [0.0, *filter(None, args.thresholds or THRESHOLDS)]     # at 0 nothing is pruned
-    rows = curve(model, tokens, lengths, thresholds, machine, tokenizer.pad)
+    rows = curve(model, tokens, tokenizer, thresholds, machine)
     print(f"{args.run} on {folder}: frequencies as shares of their pool's largest")
     print('threshold   parameters left   modules left      loss    change')
     for row in rows:

@@ -79,6 +79,23 @@ def run_main(main):
              f'is one), or take a smaller model ({str(error)[:80]})')
 
 
+@contextlib.contextmanager
+def caught_signals():
+    """A list that fills with the signals to stop, SIGINT and SIGTERM. A second one ends the process
+    at once."""
+    caught = []
+
+    def catch(number, _):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def fail(message):
     script = Path(sys.argv[0].removesuffix(f'{os.sep}__main__.py')).name
     print(f'{script}: {" ".join(str(message).split())}', file=sys.stderr)

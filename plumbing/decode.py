@@ -9,7 +9,6 @@ earlier logits, so the padding does no harm.
 """
 
 import copy
-import inspect
 
 import torch
 import torch.nn.functional as F
@@ -22,28 +21,21 @@ from plumbing.machine import CUDAGraphStep
 
 def fast_writer(model, machine, rows=1):
     """-> a twin of the model with a fast generate(), for up to this many rows at once. It is the
-    model itself on a CPU, in several processes, for more than 64 rows (a cache serves them better),
-    and if its generate() is not the usual loop (stlm.py)."""
-    is_usual = 'self(new, cache=cache)' in inspect.getsource(type(model).generate)
-    if not (machine.cuda and machine.world == 1 and rows <= 64 and is_usual):
+    model itself on a CPU, in several processes, and for more than 64 rows (a cache serves them
+    better). A model that has a method logits(states) promises that its generate() is the usual
+    loop, which calls self(new, cache=cache). Others (stlm.py) are returned as they are."""
+    if not (machine.cuda and machine.world == 1 and rows <= 64 and hasattr(model, 'logits')):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared).eval()
     limit = context_limit(twin)
     unit = 256 if rows <= 8 else 64      # lengths are multiples: few graphs, or little to compute
-    last_norm = getattr(twin, 'ln_f', None) or getattr(twin, 'norm_f', None)
-    place = None                                         # of the last token, while predict runs
-    if last_norm:                                        # then the head multiplies one token a row
-        last_norm.register_forward_hook(lambda _, args, x: x.index_select(1, place))
-    read = twin.forward
 
     def predict(ids, last):
         """(B, T) ids and the place of the last true one -> (B, 1, V) logits of the one after it."""
-        nonlocal place
-        place = last
         with torch.no_grad(), machine.autocast():
-            logits, _, _ = read(ids)
-        return logits if last_norm else logits.index_select(1, last)
+            states, _ = twin.features(ids)
+            return twin.logits(states.index_select(1, last))
 
     passes = {}                                          # {shape: the pass, shortened}
 

@@ -1,20 +1,16 @@
-"""The machine a script runs on: device, precision, processes, CUDA graphs, compilation."""
+"""The machine a script runs on: device, precision, processes, CUDA graphs."""
 
-import copy
 import ctypes
 import math
 import os
 import sys
 import time
-import types
-import warnings
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from plumbing.cli import UserError
-from plumbing.shard import blocks, recompute
 
 
 class Machine:
@@ -53,11 +49,19 @@ class Machine:
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def send(self, x):
+        """A tensor of the host to the device, without waiting until it is there."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.cuda else x.to(self.device)
+
     def sum(self, x):
         """Over all processes."""
         if self.world > 1:
+            x = x.to(self.device)                        # nccl adds up on GPUs only
             dist.all_reduce(x)
         return x
+
+    def mean(self, x):
+        return self.sum(x.clone()).item() / self.world
 
     def gather(self, item):
         """Every process's item, in a list, on every process."""
@@ -119,6 +123,16 @@ def keep_freed_memory():
         malloc(-3, 2 ** 25)                              # M_MMAP_THRESHOLD, the largest there is
 
 
+def widen(model, machine):
+    """Imported weights may be bfloat16. What trains becomes float32. A frozen matrix stays as it is
+    where autocast can use it; embeddings, norms and routers take little room, and need more."""
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for name, p in model.named_parameters():
+        is_map = p.dim() >= 2 and p not in tables and '.router.' not in name
+        if p.requires_grad or not is_map or machine.dtype == torch.float32:
+            p.data = p.data.float()
+
+
 # ---- A step as a CUDA graph ----------------------------------------------------------------------
 
 class CUDAGraphStep:
@@ -172,70 +186,3 @@ class CUDAGraphStep:
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
             torch.cuda.set_rng_state(random)
-
-
-# ---- torch.compile, one layer class at a time ----------------------------------------------------
-
-# These cost more than they save here. The fused gradients of norms were four times as slow, the
-# one-pass softmax twice. Autotuning compiles and times variants of small kernels, to no effect.
-SLOW_OPTIONS = {'triton.mix_order_reduction', 'online_softmax', 'triton.autotune_pointwise'}
-# A router turns autocast off. Torch caches what it compiles of such a graph only if told to.
-CACHEABLE = {'torch.amp.autocast_mode._enter_autocast': '1',
-             'torch.amp.autocast_mode._exit_autocast': '1'}
-
-
-def compile_model(model, recomputed=False):
-    """-> a twin of the model that shares its weights. Its layers are compiled, each kind once, and
-    what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
-    recomputed: backward runs the compiled layers again.
-    A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
-    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
-    from torch._functorch import config as functorch     # torch imports it late
-    functorch.autograd_cache_allow_custom_autograd_functions = True
-    options = dict.fromkeys(SLOW_OPTIONS & {*torch._inductor.list_options()}, False)
-    options['unsafe_marked_cacheable_functions'] = CACHEABLE
-    if model.config.vocab_size % 8 == 0:             # padded products are timed first: a slow start
-        options['shape_padding'] = False             # (with 50,257 tokens they bring GPT-2 80%)
-    if torch.are_deterministic_algorithms_enabled():
-        options['deterministic'] = True              # choose no kernel by a race
-    if 'inductor_choices_class' in torch._inductor.list_options():
-        options['inductor_choices_class'] = full_rows
-    compiled = lambda fn: torch.compile(fn, dynamic=False, options=options)
-    # Also what a part keeps, such as a router's loss: a tensor with its graph cannot be copied.
-    kept = [value for part in model.modules() for value in vars(part).values()]
-    tensors = (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, kept))
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    is_layer = lambda block: type(block).__name__.endswith(('Block', 'Layer'))
-    forwards = {}
-    for layer in filter(is_layer, blocks(twin)):
-        kind = type(layer)
-        if kind not in forwards:
-            forward = compiled(kind.forward)
-            forwards[kind] = untraced(recompute(forward) if recomputed else forward)
-        layer.forward = types.MethodType(forwards[kind], layer)
-    return compiled(twin.train())
-
-
-def untraced(compiled):
-    """Keep callers from tracing into it. (disable(compiled) would turn off its compilation.)"""
-    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
-
-
-def full_rows():
-    """Torch's choices, but for one: a kernel that adds up rows of up to 1,024 numbers holds the
-    full row. Otherwise it may store a row in parts and read it back before all threads have stored
-    theirs (triton-lang/triton#10924). That ruined gradients of arena/dense.py's experts."""
-    from torch._inductor.choices import InductorChoices, V
-
-    class FullRows(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features, cooperative_reduction):
-            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 1024)
-            across = 'OUTER' in str(features.get_reduction_hint())
-            return usual or bool(is_short) and not across and not cooperative_reduction
-
-        def uuid(self):
-            return 'full rows'                          # for the key of torch's cache
-
-    return FullRows()

@@ -17,33 +17,31 @@ from plumbing.settings import ROOT
 USUAL_SHARE = 0.25                      # what training reaches of the rate of a matrix product
 
 
-def show_plan(model, data, it, last_step, s, machine):
+def show_plan(model, data, it, steps, s, machine):
     total, active = model.count_params()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f', {trained / 1e6:.2f}M trained' if trained < total else ''
     machine.say(f'model     {s.model}: {total / 1e6:.2f}M parameters, '
                 f'{active / 1e6:.2f}M active per token{part}')
-    for name, val in data.val.items():
-        begin, end, passes, _ = data.sets.get(name, (0, 0, 1, 0))
-        times = '' if passes == 1 else f', seen {passes:g} times per epoch'
-        machine.say(f'data      {name}: {human(end - begin)} {data.noun} to train on{times}, '
-                    f'{human(len(val))} for validation')
+    val = ', '.join(f'{human(len(tokens))} of {name}' for name, tokens in data.val.items())
+    machine.say(f'data      {s.data}: {human(data.size)} {data.noun} to train on; validation on '
+                f'{val}')
     accumulated = f' x {s.gradient_accumulation_steps} accumulated' * (data.rows > s.batch_size)
     processes = f' x {machine.world} processes' * (machine.world > 1)
     machine.say(f'step      {s.batch_size} windows x {data.T} {data.noun}{accumulated}{processes} '
                 f'= {data.rows * data.T:,} {data.noun}')
-    windows = last_step * data.rows
-    machine.say(f'plan      {last_step:,} steps, {human(windows * data.T)} {data.noun}, '
-                f'{windows / len(data.starts):.2f} epochs of {len(data.starts):,} windows')
-    flops = 6 * active * (last_step - it) * data.rows * data.T / machine.world
+    windows = steps * data.rows
+    machine.say(f'plan      {steps:,} steps, {human(windows * data.T)} {data.noun}, '
+                f'{windows / data.n_windows:.2f} epochs of {data.n_windows:,} windows')
+    flops = 6 * active * (steps - it) * data.rows * data.T / machine.world
     minutes = flops / (USUAL_SHARE * machine.matrix_rate()) / 60
     lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
     machine.say(f'takes     {lasts}; weights, gradients and optimiser '
                 f'{human(4 * total + 12 * trained)}B, activations more')
     machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
     if it:
-        left = '' if it < last_step else ': nothing is left to train'
-        machine.say(f'resume    from step {it:,} of {last_step:,}{left}')
+        left = '' if it < steps else ': nothing is left to train'
+        machine.say(f'resume    from step {it:,} of {steps:,}{left}')
 
 
 def describe(model, data, steps, s, machine):

@@ -20,7 +20,6 @@ from typing import Literal
 from plumbing.cli import UserError
 
 ROOT = Path(__file__).parent.parent                      # where the model files lie
-DropoutSchedule = Literal['constant', 'early', 'late', 'linear', 'rising', 'triangle', 'triangles']
 
 
 @dataclass
@@ -30,12 +29,11 @@ class Settings:
     seed: int = 42                         # for weights, dropout and the order of the data
     seeds: list = field(default_factory=list)   # 1,2,3: a run for each, in out_dir/seed_1, ...
     # what is read
-    data: str | dict = 'toy_stories'       # folders of data_dir: a,b or {a: (from, to[, passes])}
+    data: str = 'toy_stories'              # a folder of data_dir, or several, end to end: a,b
     data_dir: str = 'data'                 # where prepare.py put them
     seq_len: int | None = None             # tokens per window; the model's block_size if not given
     stride: int | None = None              # tokens between window starts; seq_len if not given
     stream: bool = False                   # read in order: a batch row goes on where it stopped
-    memory: int = 0                        # with stream: past keys and values kept as context
     epoch_words: float | None = None       # words per epoch; if not given, an epoch is all windows
     # how long
     epochs: float = 1.0                    # passes over the data
@@ -55,13 +53,11 @@ class Settings:
     beta2: float = 0.95
     eps: float = 1e-8
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
-    dropout_schedule: DropoutSchedule = 'constant'   # of models that have set_dropout
-    dropout_phase: float = 0.5             # early: dropout before this part of the run; late: after
     aux_weights: dict = field(default_factory=dict)  # {name of an auxiliary loss: its weight}
     # what is written
     log_interval: int = 10                 # steps between lines of the log
     eval_interval: int = 500               # steps between evaluations (also at the start and end)
-    eval_data: str | list | None = None    # folders whose val.bin is scored; data's if not given
+    eval_data: str | None = None           # folders whose val.bin is scored; data's if not given
     eval_tokens: int | None = None         # score at most this many val tokens per data set
     save_interval: int = 500               # steps between checkpoints
     checkpoint_words: list = field(default_factory=list)   # also keep weights at these word counts
@@ -69,11 +65,7 @@ class Settings:
     # how it starts
     resume: bool = False                   # continue from out_dir's checkpoint (start if none)
     overwrite: bool = False                # delete the run in out_dir and start over
-    init_from: str | list | None = None    # start from this run; a list for a surgery of several
-    surgery: str | None = None             # a function that edits the loaded model, e.g. compose
-    surgery_args: dict = field(default_factory=dict)
-    surgery_batches: int = 8               # of training text, for a surgery that asks for `batches`
-    freeze: bool = False                   # train only what the surgery adds, such as gates
+    init_from: str | None = None           # start from this run's model (see tools/surgery.py)
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
     dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto'   # auto: bfloat16 if a GPU has it
@@ -99,6 +91,9 @@ def read_settings(argv, usage=''):
         else:
             values |= read_config(arg)
             out_dir = default_out_dir(arg)
+    if values.get('init_from') and 'model' not in values:
+        from plumbing.checkpoint import read_checkpoint  # which imports this file
+        values['model'] = read_checkpoint(values['init_from'], mmap=True)['model']
     module = import_model(str(values.get('model', Settings.model)))
     if 'help' in values or 'h' in values:
         print_help(usage, values, Settings, *filter(is_dataclass, module.Config.__mro__))
@@ -113,8 +108,9 @@ def read_settings(argv, usage=''):
     ours = {f.name for f in fields(Settings)}
     s = Settings(**{key: value for key, value in values.items() if key in ours})
     s.out_dir = s.out_dir or out_dir or f'out/{s.model}'
-    check(s)
-    return s, module, {key: value for key, value in values.items() if key not in ours}
+    keys = {key: value for key, value in values.items() if key not in ours}
+    check(s, keys)
+    return s, module, keys
 
 
 def read_config(path):
@@ -171,16 +167,14 @@ def as_type(key, value, kind, text=None):
     raise UserError(f'{key} = {value!r} is not of type {names}{example}')
 
 
-def check(s):
+def check(s, keys):
     """Mistakes that would be noticed late, or not at all."""
     for key in ('batch_size', 'gradient_accumulation_steps', 'log_interval', 'eval_interval',
                 'save_interval', 'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens'):
         if getattr(s, key) is not None and getattr(s, key) <= 0:
             raise UserError(f'{key} = {getattr(s, key)} must be more than 0')
-    if s.memory and not s.stream:
+    if keys.get('memory') and not s.stream:
         raise UserError('memory needs contiguous text: set stream=True')
-    if s.memory and s.shard:
-        raise UserError('memory does not go with shard')
     if s.stream and (s.stride or s.epoch_words):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:
@@ -189,10 +183,6 @@ def check(s):
         raise UserError('shard does not go with compile: remove it')
     if s.shard and s.optimizer == 'muon':
         raise UserError('muon needs full matrices: train with optimizer=adamw, or without shard')
-    if s.freeze and not s.surgery:
-        raise UserError('freeze needs a surgery that adds something to train, such as add_gates')
-    if s.surgery and not s.init_from:
-        raise UserError(f"surgery '{s.surgery}' needs a trained model: set init_from")
 
 
 def print_help(usage, values, *owners):
@@ -212,15 +202,20 @@ def print_help(usage, values, *owners):
 
 # ---- Model files, by name -----------------------------------------------------------------------
 
+def model_names():
+    """All model files: moep, ..., arena.dense, ..."""
+    paths = [*ROOT.glob('*.py'), *ROOT.glob('arena/*.py')]
+    return ['.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in sorted(paths)
+            if '\nConfig, Model =' in path.read_text(encoding='utf-8')]
+
+
 def import_model(name):
     """The module of a model file, NAME or arena.NAME: one that ends with `Config, Model = ...`."""
-    paths = [*ROOT.glob('*.py'), *ROOT.glob('arena/*.py')]
-    names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in paths
-             if '\nConfig, Model =' in path.read_text(encoding='utf-8')]
+    names = model_names()
     name = name.removesuffix('.py').replace('/', '.')    # a path is understood, too
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
-        hint = f'did you mean {near[0]}?' if near else f"there are {', '.join(sorted(names))}"
+        hint = f'did you mean {near[0]}?' if near else f"there are {', '.join(names)}"
         file = name.replace('.', '/') + '.py'
         if (ROOT / file).is_file():
             raise UserError(f'{file} is no model file: it must end with Config, Model = ...')
@@ -244,6 +239,17 @@ def code_of(text):
     """Without docstrings, comments and empty lines."""
     code = re.sub(r'(?m)^\s*"""[\s\S]*?"""|\s*#.*$', '', text)
     return '\n'.join(filter(str.strip, code.split('\n')))
+
+
+def check_vocabulary(config, tokenizer, folder):
+    """The data must hold what the model reads: its tokens, or chunks of its length."""
+    slots = getattr(config, 'byte_limit', 0) + 1         # per chunk; 1: tokens
+    if slots != len(tokenizer.end):
+        raise UserError(f'{folder} has {len(tokenizer.end)} slots per chunk (1: plain tokens), but '
+                        f'the model reads {slots}: see --chunks and --sentences of prepare.py')
+    if config.vocab_size < tokenizer.n_vocab:
+        raise UserError(f'vocab_size is {config.vocab_size}, but {folder} has a vocabulary of '
+                        f'{tokenizer.n_vocab}')
 
 
 def make_config(module, keys):

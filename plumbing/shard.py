@@ -1,35 +1,17 @@
-"""Beyond the memory of one GPU: activations recomputed in backward, and sharded models (FSDP2)."""
+"""A model that is spread over several processes (FSDP2). A checkpoint holds the whole of it."""
 
 import torch.distributed as dist
-import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
-
-def blocks(model, least=1):
-    """The model's layers: modules with a matrix, in ModuleLists of at least `least` modules."""
-    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
-    members = [block for modules in lists if len(modules) >= least for block in modules]
-    has_matrix = lambda block: any(p.dim() > 1 for p in block.parameters())
-    return [b for b in members if has_matrix(b) and not isinstance(b, nn.ModuleDict)]  # no forward
-
-
-def recompute_blocks(model):
-    """Keep only the arguments of each block, and run it again in backward."""
-    for block in blocks(model):
-        block.forward = recompute(block.forward)
-
-
-def recompute(forward):
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+from plumbing.compile import blocks
 
 
 def shard(model, machine):
-    """FSDP2: every process holds a part of each parameter, its gradient and AdamW's moments. A
-    block gathers its parameters when it runs, in float32: autocast then computes what it does
-    without sharding. Embedding, head, norms, and a block that all layers share stay gathered."""
+    """Every process holds a part of each parameter and of its gradient. A block gathers its
+    parameters when it runs, in float32, so autocast computes what it does without sharding. The
+    embedding, the head, norms, and a block that all layers share stay gathered."""
     from torch.distributed.device_mesh import init_device_mesh   # these take a second to import
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    for tensor in (*model.parameters(), *model.buffers()):       # a surgery may differ by rounding
+    for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(machine.device.type, (machine.world,))
     for block in blocks(model, least=2):
@@ -37,38 +19,33 @@ def shard(model, machine):
     fully_shard(model, mesh=mesh)
     for name in ('generate', 'routes'):                  # these gather, too
         register_fsdp_forward_method(model, name)
+    model.register_state_dict_post_hook(lambda model, state, *_: state.update(whole(state)))
 
 
-def sync_gradients(model, wanted):
-    """Whether the next backward adds up the gradients of all processes."""
-    if is_sharded(model):
-        model.set_requires_gradient_sync(wanted)
-    else:                                                # DistributedDataParallel
-        model.require_backward_grad_sync = wanted
+def shard_optimizer(optimizer):
+    """state_dict() returns the whole moments, and load_state_dict() takes a process's part."""
+    from torch.distributed.tensor import distribute_tensor
+    params = [p for group in optimizer.param_groups for p in group['params']]
+
+    def part(p, value):
+        if value.shape != p.shape:                       # such as the number of steps
+            return value
+        return distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
+
+    def split(optimizer, state):
+        parts = {i: {name: part(params[i], value) for name, value in moments.items()}
+                 for i, moments in state['state'].items()}
+        return dict(state, state=parts)
+    optimizer.register_load_state_dict_pre_hook(split)
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: dict(
+        state, state={i: whole(moments) for i, moments in state['state'].items()}))
 
 
-def full_state(model, optimizer):
-    """Weights and, with an optimiser, its state; of a sharded model on the first process alone."""
-    if not is_sharded(model):
-        return model.state_dict(), optimizer and optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions, get_model_state_dict, get_optimizer_state_dict)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    return weights, optimizer and get_optimizer_state_dict(model, optimizer, options=options)
-
-
-def load_optimizer(model, optimizer, state):
-    """The moments are the checkpoint's, the settings today's. Every process gets its part."""
-    if not is_sharded(model):
-        today = optimizer.state_dict()['param_groups']
-        return optimizer.load_state_dict(dict(state, param_groups=today))
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict)
-    today = get_optimizer_state_dict(model, optimizer)['param_groups']
-    set_optimizer_state_dict(model, optimizer, dict(state, param_groups=today),
-                             options=StateDictOptions(full_state_dict=True))
-
-
-def is_sharded(model):
-    return hasattr(model, 'set_requires_gradient_sync')
+def whole(tensors):
+    """{name: tensor}, gathered one after the other. Only the first process keeps them."""
+    full = {}
+    for name, x in tensors.items():
+        if hasattr(x, 'full_tensor'):
+            x = x.full_tensor()
+        full[name] = x.cpu() if dist.get_rank() == 0 else None
+    return full

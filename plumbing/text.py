@@ -1,4 +1,4 @@
-"""Readers of text: lines, rows of JSON, logs, articles of a Wikimedia dump."""
+"""Readers of text: lines, rows of JSON, articles of a Wikimedia dump."""
 
 import html
 import importlib
@@ -42,14 +42,6 @@ def read_rows(path, names, hint=''):
                 has = ', '.join(fields) or 'no fields'
                 raise UserError(f"{path}:{number}: no text in '{name}' (the row has: {has}){hint}")
         yield number, row
-
-
-def read_log(folder):
-    """The lines of a run's log, but for the one that a run which trains is just writing."""
-    path = Path(folder, 'log.jsonl')
-    with reading(path):
-        lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith('\n')]
 
 
 # ---- Articles of a Wikimedia dump as plain text -------------------------------------------------

@@ -313,6 +313,16 @@ def load_tokenizer(folder):
     return tokenizer
 
 
+def shared_tokenizer(folder, *others):
+    """The tokenizer of a data set, which others must have, too."""
+    tokenizer = load_tokenizer(folder)
+    for other in others:
+        if load_meta(other)['tokenizer']['hash'] != tokenizer.hash:
+            raise UserError(f'{folder.name} and {other.name} have different tokenizers: prepare '
+                            f'{other.name} again with --tokenizer {folder}')
+    return tokenizer
+
+
 def copy_tokenizer(source, target):
     """From a data set's folder into a run's."""
     for name in filter(None, ['meta.json', load_tokenizer(source).file]):

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
@@ -90,16 +91,15 @@ def nanogpt_like(path, config):
     return model
 
 
-def nanogpt_step(model, data, s, machine):
-    """-> a training step on the next windows of data, as nanoGPT's train.py takes it on one GPU."""
+def nanogpt_step(model, s, machine):
+    """-> a training step as nanoGPT's train.py takes it on one GPU."""
     with contextlib.redirect_stdout(None):
         optimizer = model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
                                                machine.device.type)
     compiled = torch.compile(model.train()) if machine.cuda else model.train()
 
-    def step():
-        for _ in range(s.gradient_accumulation_steps):
-            x, y = data.batch(data.next_starts()[:s.batch_size])
+    def step(xs, ys):
+        for x, y in zip(xs, ys):
             with machine.autocast():
                 _, loss = compiled(x, y)
             (loss / s.gradient_accumulation_steps).backward()
@@ -129,30 +129,28 @@ def seconds(work, machine, repeat=5, at_least=0.2):
 
 
 class RandomTokens(Data):
-    """Windows of random tokens, at random places. Of Data, only `batch` is used."""
+    """Windows of random tokens at random places, read and sent as train.py does."""
 
-    def __init__(self, vocab_size, rows, T, device):
-        self.tokens = torch.randint(vocab_size, (64 * (T + 1),), device=device).short()
-        self.rows, self.T = rows, T
-        self.pad = -1
-        self.random = torch.Generator().manual_seed(0)
+    def __init__(self, vocab_size, s, T, machine):
+        self.s, self.machine, self.T, self.pad = s, machine, T, -1
+        self.random = np.random.default_rng(0)
+        self.bins = [self.random.integers(vocab_size, size=64 * (T + 1), dtype=np.uint32)]
 
-    def next_starts(self):
-        starts = torch.randint(63 * (self.T + 1), (self.rows,), generator=self.random)
-        return starts.to(self.tokens.device)
+    def starts(self, step):
+        rows = self.s.batch_size * self.s.gradient_accumulation_steps
+        return self.random.integers(63 * (self.T + 1), size=rows)
 
 
 def training(model, s, T, machine):
     """One training step after another: train.py's own, or nanoGPT's."""
-    s = replace(s, memory=0)
     rows = s.batch_size * s.gradient_accumulation_steps
-    data = RandomTokens(model.config.vocab_size, rows, T, machine.device)
+    data = RandomTokens(model.config.vocab_size, s, T, machine)
     if hasattr(model, 'configure_optimizers'):
-        step = nanogpt_step(model, data, s, machine)
+        take = nanogpt_step(model, s, machine)
     else:
         optimizer = make_optimizer(model, s, machine)
-        ours = fast_step(model.train(), optimizer, data, s, machine, steps=200)
-        step = lambda: ours(data.next_starts())
+        take = fast_step(model.train(), optimizer, s, machine, steps=200)
+    step = lambda: take(*data.windows(0))
     step()                                               # compiles, and allocates AdamW's state
     if machine.cuda:
         torch.cuda.reset_peak_memory_stats()

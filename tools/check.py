@@ -23,10 +23,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from plumbing.checkpoint import data_folder, load_checkpoint, run_tokenizer
+from plumbing.bins import load_bin, val_batches
+from plumbing.checkpoint import data_folders, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.settings import import_model, make_config, read_settings
-from train import as_tensor, load_bin, val_batches
 
 
 def batch(config):
@@ -354,8 +354,8 @@ def show_blocks(path):
     """Of a run: the stream that each block reads, and the loss if the block adds nothing."""
     model, ckpt = load_checkpoint(path)
     config = model.config
-    tokens = as_tensor(load_bin(data_folder(ckpt), 'val'), 'cpu')
-    batches = list(val_batches(tokens, config.block_size, 8, run_tokenizer(ckpt).pad, 8192))
+    folder = data_folders(ckpt)[0]
+    batches = list(val_batches(load_bin(folder, 'val'), config.block_size, 8, run_tokenizer(ckpt).pad, 8192))
     loss = lambda: sum(model(x, y)[1].item() for x, y in batches) / len(batches)
     blocks = residual_blocks(model)
     sizes = {}
@@ -363,7 +363,7 @@ def show_blocks(path):
         block.register_forward_pre_hook(
             lambda _, args, name=name: sizes.update({name: args[0].float().std().item()}))
     whole = loss()
-    print(f'{path}: val loss {whole:.4f} on {len(batches)} batches of {data_folder(ckpt)}')
+    print(f'{path}: val loss {whole:.4f} on {len(batches)} batches of {folder}')
     print(f"{'block':24}{'stream, std':>12}{'loss without it':>18}")
     for name, block in blocks.items():
         before = deepcopy(block.state_dict())

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from arena.leaderboard import spread, verdict
 from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
-from plumbing.text import read_log
+from plumbing.log import read_log
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
 UNUSED = 0.01                           # a choice with a smaller share of its layer's picks

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plumbing.bins import load_bin, val_batches
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, new_file, reading, run_main
 from plumbing.machine import Machine
 from plumbing.tokenizer import load_tokenizer
 from tools.live import write_live
-from train import as_tensor, load_bin, val_batches
 
 CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
 FUNCTION_WORDS = set('''a an the this that these those my your his her its our their some any no
@@ -107,11 +107,10 @@ def describe_layer(gate, ids, classes, sets):
         heat=heat, served=tokens_served(share, ids))
 
 
-def validation_parts(ckpt, tokenizer, n, device):
+def validation_parts(ckpt, tokenizer, n):
     """[(data set, its first validation tokens)], together n."""
     s = ckpt['settings']
-    names = s['eval_data'] or s['data']
-    names = names.split(',') if isinstance(names, str) else list(names)
+    names = (s['eval_data'] or s['data']).split(',')
     slots = len(tokenizer.end)
     size = max(1, n // len(names) // slots) * slots      # full chunks of bytes
     parts = []
@@ -119,11 +118,11 @@ def validation_parts(ckpt, tokenizer, n, device):
         folder = Path(s['data_dir'], name)
         if load_tokenizer(folder).hash != tokenizer.hash:
             raise UserError(f'{folder} has another tokenizer than the run')
-        parts.append((name, as_tensor(load_bin(folder, 'val')[:size], device)))
+        parts.append((name, load_bin(folder, 'val')[:size]))
     return parts
 
 
-def text_parts(args, tokenizer, device):
+def text_parts(args, tokenizer):
     """[('', tokens)] of --text or --prompt, or []."""
     text = args.prompt
     if args.text:
@@ -134,7 +133,7 @@ def text_parts(args, tokenizer, device):
     ids = [*tokenizer.end, *tokenizer.encode(text[:50 * args.tokens])]
     slots = len(tokenizer.end)
     ids = ids[:args.tokens // slots * slots]             # full chunks of bytes
-    return [('', as_tensor(np.array(ids, tokenizer.dtype), device))]
+    return [('', np.array(ids, tokenizer.dtype))]
 
 
 def look(model, x):
@@ -154,8 +153,10 @@ def read(model, tokens):
     by side; the first token of one is predicted from the window before, the very first never."""
     T = min(model.config.block_size, len(tokens))
     nats, gates = [], defaultdict(list)
-    one_more = torch.cat((tokens, tokens[-1:]))          # else the last is predicted, but not read
+    one_more = np.append(tokens, tokens[-1:])            # else the last is predicted, but not read
+    device = model.wte.weight.device
     for x, y in val_batches(one_more, T, max(1, 2048 // T), pad=-1):
+        x, y = x.to(device), y.to(device)
         nats.append(model(x, y, reduction='none')[1].flatten().float().cpu())
         for layer, gate in look(model, x).items():
             gates[layer].append(gate)
@@ -181,15 +182,15 @@ def describe_run(path, args, machine):
     model, ckpt = load_checkpoint(path, machine.device)
     tokenizer = run_tokenizer(ckpt)
     notes = []
-    parts = text_parts(args, tokenizer, machine.device)
+    parts = text_parts(args, tokenizer)
     try:
-        parts += validation_parts(ckpt, tokenizer, args.tokens, machine.device)
+        parts += validation_parts(ckpt, tokenizer, args.tokens)
     except UserError as error:
         if not parts:
             raise UserError(f'{error}; or give a --text') from None
         notes.append(f'The statistics are of this text alone: {error}')
     readings = [read(model, tokens) for _, tokens in parts]
-    ids = torch.cat([tokens for _, tokens in parts]).cpu().numpy().view(tokenizer.dtype)
+    ids = np.concatenate([tokens for _, tokens in parts])
     sets = np.concatenate([np.full(len(tokens), name) for name, tokens in parts])
     texts = {i: tokenizer.token_bytes[i].decode('utf-8', 'backslashreplace')
              for i in {*ids.tolist()}}

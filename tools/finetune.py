@@ -35,7 +35,7 @@ from plumbing.settings import Settings
 from plumbing.text import read_lines
 from prepare import make_missing_toys
 from tools.lora import add_lora, merge_lora
-from train import as_tensor, learning_rate, make_optimizer, set_rate, tokens_at
+from train import learning_rate, make_optimizer, set_rate
 
 
 @dataclass
@@ -308,7 +308,7 @@ class Examples:
         table = np.tile(np.array(tokenizer.end, tokenizer.dtype), (len(encoded), limit))
         for row, ids in zip(table, encoded):
             row[:len(ids)] = ids                 # what follows is not seen (but see stlm_depth.md)
-        self.ids = as_tensor(table, device)              # (N, limit * slots)
+        self.ids = torch.from_numpy(table.astype(np.int32)).to(device)       # (N, limit * slots)
         self.last = torch.from_numpy(self.lengths - 1).to(device)
         self.labels = torch.tensor(labels, device=device)
 
@@ -316,7 +316,7 @@ class Examples:
         """-> ids (B, T), and the place of each row's last real token (B,)"""
         step = 8 * self.slots                            # few widths: few CUDA graphs
         width = math.ceil(longest / step) * step
-        return tokens_at(self.ids[:, :width], rows), self.last[rows]
+        return self.ids[rows, :width].long(), self.last[rows]
 
     def batches(self, order, size):
         """(rows on the device, ids, last) of the examples in that order."""

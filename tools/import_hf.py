@@ -17,14 +17,14 @@ code, no pickle. Weights keep their precision until they train. docs/weights.md 
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from plumbing.checkpoint import copy_model, write_checkpoint
 from plumbing.cli import Parser, UserError, new_file, reading, run_main, write_json
-from plumbing.settings import Settings, import_model, make_config, model_sources
+from plumbing.settings import Settings, import_model, make_config
 from plumbing.tokenizer import choose_tokenizer, json_tokenizer
 
 # safetensors' names: as numpy maps the bytes, as torch reads them
@@ -279,17 +279,14 @@ def read_tokenizer(folder, name=None):
 
 def write_run(out, file, model, tokenizer, source):
     """What train.py leaves, without an optimiser."""
-    settings = Settings(model=file, out_dir=str(out), data=source)
-    state = dict(model=file, config=asdict(model.config), settings=asdict(settings), iter=0,
-                 words=0.0, tokenizer=tokenizer.hash, weights=model.state_dict(),
-                 sources=model_sources(file), adapted=[], frozen=[])
+    s = Settings(model=file, out_dir=str(out), data=source)
     if tokenizer.file:
         with new_file(out / tokenizer.file, 'wb') as target:
             target.write(tokenizer.blob)
     write_json(out / 'meta.json', dict(name=source, source=[source], splits={},
                                        dtype=tokenizer.dtype, tokenizer=tokenizer.about()))
-    with new_file(out / 'ckpt.pt', 'wb') as target:
-        torch.save(state, target)
+    copy_model(file, out)
+    write_checkpoint(out / 'ckpt.pt', model, model.state_dict(), s, tokenizer, iter=0, words=0.0)
 
 
 def main():

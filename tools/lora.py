@@ -4,10 +4,9 @@ LoRA (Hu et al. 2021): train low-rank changes of a model's linear maps, and noth
     add_lora(model, rank=8, alpha=16)   # every linear map is W + alpha/rank * A B; only A, B train
     merge_lora(model)                   # the sums become the weights: a plain model again
 
-    python train.py config/moep.py --init_from=out/moep --surgery=tools.lora.add_lora \
-        --surgery_args="{'rank': 4}" --out_dir=out/moep_lora
-    python train.py config/moep.py --init_from=out/moep_lora --surgery=tools.lora.merge_lora \
-        --max_iters=0 --out_dir=out/moep_merged
+    python -m tools.surgery add_lora out/moep --rank 4 --out out/adapters
+    python train.py --init_from=out/adapters --data=toy_math --out_dir=out/moep_lora
+    python -m tools.surgery merge_lora out/moep_lora --out out/moep_merged
 
 It works for any model: an adapted map is the weight of an nn.Linear, or a stacked parameter
 (E, in, out), in which every expert gets its own A and B. The output head gets none (a module named
@@ -112,7 +111,7 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
         module.lora = nn.ModuleDict(changes).train(module.training)
         module.__class__ = adapted_class(type(module), tuple(names))
     settings = dict(rank=rank, alpha=alpha, dropout=dropout, only=only, also=also)
-    model.adapted = [('tools.lora.add_lora', settings)]          # how to rebuild the adapted model
+    model.adapted = [('add_lora', settings)]             # how to rebuild the adapted model
     return model
 
 
@@ -130,3 +129,6 @@ def merge_lora(model):
         module.__class__ = module.plain
     del model.adapted
     return model.requires_grad_(True)
+
+
+surgeries = [add_lora, merge_lora]                       # what tools/surgery.py offers

@@ -4,25 +4,26 @@ Each layer gets two new modules; the routers, the embedding and the head train t
 After small.py:
 
     python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl
+    python prepare.py mix --name openmath_and_babylm --input data/openmath_babylm data/babylm \\
+        --passes 2 0.1132
+    python -m tools.surgery insert_experts out/paper/moduleformer/small --router full \\
+        --out out/paper/moduleformer/inserted_full
     python train.py config/paper/moduleformer/joint.py
 
+The mix has two copies of the math, and for four tokens of it (3.26M a copy) one of babylm (14.42M).
 The other rows, each with an --out_dir of its own:
 
-    ModuleFormer, fully tuned     --surgery=None --surgery_args={}
-    dense                         --model=papaformer --init_from=out/paper/moduleformer/dense
-        and, fully tuned          --surgery=None --surgery_args={}
-        or, LoRA                  --surgery=tools.lora.add_lora --surgery_args=
-                                  "dict(rank=32, alpha=64, dropout=0.0, also='wte|head')"
+    ModuleFormer, fully tuned     --init_from=out/paper/moduleformer/small
+    dense, fully tuned            --init_from=out/paper/moduleformer/dense
+    dense, LoRA                   --init_from=the --out of: python -m tools.surgery add_lora
+                                  out/paper/moduleformer/dense --rank 32 --alpha 64 --dropout 0.0
+                                  --also "wte|head"
 """
-model = 'moduleformer'
-init_from = 'out/paper/moduleformer/small'
-surgery = 'insert_experts'
-surgery_args = dict(n_att=1, n_ffd=1, router='full')
-# four times as many tokens of math (3.26M) as of babylm (0.0566 of 14.42M)
-data = {'openmath_babylm': (0.0, 1.0), 'babylm': (0.0, 1.0, 0.0566)}
-eval_data = ['babylm', 'openmath_babylm']
+init_from = 'out/paper/moduleformer/inserted_full'
+data = 'openmath_and_babylm'
+eval_data = 'babylm,openmath_babylm'
 
-epochs = 2
+epochs = 1
 batch_size = 32
 learning_rate = 5e-4            # the same for every method
 schedule = 'constant'           # as in the paper

@@ -4,24 +4,22 @@ modules, with their rows in the routers; everything else is frozen. rout_reg kee
 After small.py:
 
     python prepare.py openmath --name openmath_babylm --tokenizer data/babylm --input MATH.jsonl
+    python -m tools.surgery insert_experts out/paper/moduleformer/small --router partial \\
+        --out out/paper/moduleformer/inserted
     python train.py config/paper/moduleformer/lifelong.py
 
 The other rows, each with an --out_dir of its own:
 
     other weights                 --aux_weights="dict(rout_reg=W)"      # the paper: 0, 0.25, 0.5, 1
-    ModuleFormer, fully tuned     --aux_weights={} --surgery=None --surgery_args={}
-    dense                         --aux_weights={} --model=papaformer
-                                  --init_from=out/paper/moduleformer/dense
-        and, fully tuned          --surgery=None --surgery_args={}
-        or, LoRA                  --surgery=tools.lora.add_lora
-                                  --surgery_args="dict(rank=8, alpha=16, dropout=0.0)"  # and 32, 64
+    ModuleFormer, fully tuned     --aux_weights={} --init_from=out/paper/moduleformer/small
+    dense, fully tuned            --aux_weights={} --init_from=out/paper/moduleformer/dense
+    dense, LoRA                   --aux_weights={} --init_from=the --out of: python -m tools.surgery
+                                  add_lora out/paper/moduleformer/dense --dropout 0.0
+                                  --rank 8 --alpha 16                   # and 32, 64
 """
-model = 'moduleformer'
-init_from = 'out/paper/moduleformer/small'
-surgery = 'insert_experts'
-surgery_args = dict(n_att=1, n_ffd=1, router='partial')
+init_from = 'out/paper/moduleformer/inserted'
 data = 'openmath_babylm'
-eval_data = ['babylm', 'openmath_babylm']
+eval_data = 'babylm,openmath_babylm'
 aux_weights = dict(rout_reg=0.25)
 
 epochs = 2

@@ -8,7 +8,6 @@ After small.py:
 
 Without the loss: --aux_weights={}. The paper's weight is 0.001.
 """
-model = 'moduleformer'
 init_from = 'out/paper/moduleformer/small'
 data = 'openmath_babylm'
 aux_weights = dict(concentration=0.01)

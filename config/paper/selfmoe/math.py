@@ -3,17 +3,16 @@ math problems. The comments give the paper's own settings.
 
 After base.py:
 
-    python prepare.py openmath && python train.py config/paper/selfmoe/math.py
+    python prepare.py openmath
+    python -m tools.surgery add_gates out/paper/selfmoe/base --out out/paper/selfmoe/gated
+    python train.py config/paper/selfmoe/math.py
 
-The other rows, each with an --out_dir of its own:
+The other rows, each with an --out and an --out_dir of its own:
 
-    --surgery_args="dict(kind='none')"                         # or vector, scalar
-    --surgery=upcycle --surgery_args="dict(n=2, k=2)"
+    python -m tools.surgery add_gates out/paper/selfmoe/base --kind none       # or vector, scalar
+    python -m tools.surgery upcycle out/paper/selfmoe/base --n 2 --k 2
 """
-model = 'selfmoe'
-init_from = 'out/paper/selfmoe/base'
-surgery = 'add_gates'
-surgery_args = dict(kind='matrix')
+init_from = 'out/paper/selfmoe/gated'
 data = 'openmath'               # Orca-Math, 200K problems
 
 seq_len = 512                   # 1,024

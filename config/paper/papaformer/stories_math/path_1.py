@@ -1,10 +1,11 @@
 """Path_1 of Table 7, second phase: 60% of TinyStories.
 
     python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json
+    python prepare.py mix --name tinystories_60 --input data/tinystories_neox:0:0.6
     python train.py config/paper/papaformer/stories_math/path_1.py
 """
 model = 'papaformer'
-data = {'tinystories_neox': (0.0, 0.6)}
+data = 'tinystories_60'
 
 block_size = 256
 n_layer = 3

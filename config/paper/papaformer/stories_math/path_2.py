@@ -2,10 +2,11 @@
 OpenMathInstruct-1).
 
     python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json
+    python prepare.py mix --name openmath_60 --input data/openmath_neox:0:0.6
     python train.py config/paper/papaformer/stories_math/path_2.py
 """
 model = 'papaformer'
-data = {'openmath_neox': (0.0, 0.6)}
+data = 'openmath_60'
 
 block_size = 256
 n_layer = 3

@@ -3,21 +3,21 @@ other 40% of both data sets.
 
 After path_1.py and path_2.py:
 
+    python prepare.py mix --name both_40 \\
+        --input data/tinystories_neox:0.6:1 data/openmath_neox:0.6:1
+    P=out/paper/papaformer/stories_math
+    python -m tools.surgery compose $P/path_1 $P/path_2 --out $P/composed
     python train.py config/paper/papaformer/stories_math/share.py
 
 Parallel_Gumb_MoE_1, and with gumbel2 Parallel_Gumb_MoE_2:
 
-    python train.py config/paper/papaformer/stories_math/share.py \\
-        --surgery_args="dict(connection='gumbel1')" \\
-        --aux_weights="dict(entropy=0.01, load=0.01)" \\
-        --out_dir=out/paper/papaformer/stories_math/gumbel1
+    python -m tools.surgery compose $P/path_1 $P/path_2 --connection gumbel1 --out $P/composed_1
+    python train.py config/paper/papaformer/stories_math/share.py --init_from=$P/composed_1 \\
+        --aux_weights="dict(entropy=0.01, load=0.01)" --out_dir=$P/gumbel1
 """
-model = 'papaformer'
-# what the paths have not read
-data = {'tinystories_neox': (0.6, 1.0), 'openmath_neox': (0.6, 1.0)}
-init_from = ['out/paper/papaformer/stories_math/path_1', 'out/paper/papaformer/stories_math/path_2']
-surgery = 'compose'
-surgery_args = dict(connection='share')
+init_from = 'out/paper/papaformer/stories_math/composed'
+data = 'both_40'                # what the paths have not read
+eval_data = 'tinystories_neox,openmath_neox'
 
 epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
 batch_size = 32
