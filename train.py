@@ -165,7 +165,7 @@ def start(s, module, keys, ckpt, machine):
     return data, model
 
 
-def save(path, it, model, data, s, machine, carry=None, **state):
+def save(path, it, model, data, s, machine, carry=(), **state):
     """The weights and what rebuilds the model; with an optimiser's `state`, all that a resumed run
     needs."""
     weights = model.state_dict()
@@ -291,14 +291,14 @@ def run(s, module, keys, machine):
         shard_optimizer(optimizer)
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
     remembers = s.stream and getattr(model.config, 'memory', 0)
-    carry = None                        # a cache per micro-batch, of the text before it
+    carry = []                          # a cache per micro-batch, of the text before it
     if ckpt:
         today = optimizer.state_dict()['param_groups']   # the moments are old, the settings today's
         optimizer.load_state_dict(dict(ckpt['optimizer'], param_groups=today))
         state = ckpt['ranks'][machine.rank]
         machine.set_random_state(state['random'])
         carry = [[tuple(map(machine.send, keys)) for keys in cache]
-                 for cache in state['carry'] or []]
+                 for cache in state['carry']]
     step = fast_step(model, optimizer, s, machine, steps)
 
     # the run's folder

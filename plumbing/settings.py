@@ -93,7 +93,7 @@ def read_settings(argv, usage=''):
             out_dir = default_out_dir(arg)
     if values.get('init_from') and 'model' not in values:
         from plumbing.checkpoint import read_checkpoint  # which imports this file
-        values['model'] = read_checkpoint(values['init_from'], mmap=True)['model']
+        values['model'] = read_checkpoint(str(values['init_from']), mmap=True)['model']
     module = import_model(str(values.get('model', Settings.model)))
     if 'help' in values or 'h' in values:
         print_help(usage, values, Settings, *filter(is_dataclass, module.Config.__mro__))
