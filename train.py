@@ -105,9 +105,10 @@ class Data:
         with A micro-batches each read what one process with W * A reads."""
         shape = self.s.gradient_accumulation_steps, self.machine.world, self.s.batch_size
         mine = self.starts(step).reshape(shape)[:, self.machine.rank]
-        ids = read_windows(self.bins, mine.flatten(), self.T + 1).view(*mine.shape, -1)
+        ids = read_windows(self.bins, mine.flatten(), self.T + 1, pinned=self.machine.cuda)
+        ids = ids.to(self.machine.device, non_blocking=True).view(*mine.shape, -1)
         x, y = ids[..., :-1].contiguous(), ids[..., 1:]
-        return self.machine.send(x), self.machine.send(y.masked_fill(y == self.pad, -1))
+        return x, y.masked_fill(y == self.pad, -1)
 
     def begins(self, step):
         """Whether a step of a stream reads from the beginning of the text."""

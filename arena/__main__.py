@@ -58,7 +58,7 @@ def check_rules(name, stages, track):
     rules = TRACKS[track]
     for stage in filter(is_training, stages):
         s, module, keys = read_settings(options(stage))
-        if stage['data'] != rules['data'] or s.eval_data or s.eval_tokens:
+        if stage.get('data', s.data) != rules['data'] or s.eval_data or s.eval_tokens:
             raise UserError(f"{name}: the track {track} reads {rules['data']}, and is scored on it")
     if len(stages) > 1:
         return

@@ -11,7 +11,7 @@ is that of the token which follows the first t + 1 of a window. If a model uses 
 its loss falls with position; if it extrapolates, the loss goes on falling beyond the trained
 length. A model with a table of positions (moep.py) cannot read longer windows.
 
-With --memory N a window is read as `train.py --memory` reads text: in segments of the trained
+With --memory N a window is read as `train.py --stream --memory` does: in segments of the trained
 length, each of which sees the keys and values of the N tokens before it. With --memory 0 it sees
 none of them.
 """

@@ -148,7 +148,7 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
         examples.append(dict(question=question, solution=solution, text=text, right=is_right))
     n = len(examples)
     right = sum(example['right'] for example in examples)
-    guess = answers.most_common(1)[0][1] / n             # always the commonest answer
+    guess = answers.most_common(1)[0][1] / n             # always the most common answer
     return dict(accuracy=right / n, right=right, problems=n, left_out=len(problems) - n,
                 guess=guess, examples=examples)
 
@@ -172,7 +172,7 @@ def main():
                           machine.device)
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
-          f"always the commonest answer: {100 * result['guess']:.1f}%)")
+          f"always the most common answer: {100 * result['guess']:.1f}%)")
     if Path(data).suffix != '.jsonl':
         print('the question is the first line of a document, '
               'the answer the last number of the rest')

@@ -9,10 +9,11 @@ we have run on all of the text only.
 It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token,
 without and with dropped choices, on the first part of four data sets together: the same share of
 each, so that the mix stays the same. In the time of the routed model the dense one reads 1.3 times
-as many tokens; `longer` is the dense one with a third more. Seed 2 reads the next part, so that the
-spread shows what the choice of text does. All models of a seed read the same. Every run is scored
-on all four validation sets, as bits per byte of all bytes. The data sets need one tokenizer;
-docs/arena.md has the commands. What has its row is not run again.
+as many tokens; `longer` is the dense one with a third more. prepare.py mix makes the parts, as data
+sets passes_FROM_SHARE. Seed 2 reads the next one, so that the spread shows what the choice of text
+does. All models of a seed read the same. Every run is scored on all four validation sets, as bits
+per byte of all bytes. The data sets need one tokenizer; docs/arena.md has the commands. What has
+its row is not run again.
 """
 
 import json

@@ -7,7 +7,9 @@ How much of a ModuleFormer does a domain need? What is left, and the loss, for a
     python -m papers.prune_curve out/moduleformer_math --json curve.json
 
 Each module's frequency is counted on the first half of val.bin, the loss is measured on the second.
-No model is saved. To prune one: python -m tools.surgery prune_experts RUN --threshold 0.05 --out NEW
+No model is saved. To prune one:
+
+    python -m tools.surgery prune_experts out/moduleformer_math --threshold 0.05 --out out/pruned
 """
 
 from moduleformer import ModuleFormer, count_usage, prune_experts

@@ -17,15 +17,15 @@ def load_bin(folder, split):
         return np.memmap(path, load_meta(folder).get('dtype', 'uint16'), 'r')
 
 
-def read_windows(bins, starts, length):
+def read_windows(bins, starts, length, pinned=False):
     """(N,) places in a list of bins, end to end -> (N, length) int64 ids. A window may run on into
-    the next bin. Nothing else is read from disk."""
+    the next bin. Nothing else is read from disk. pinned: in memory that a GPU can read by itself."""
     begins = np.cumsum([0, *map(len, bins)])
-    windows = np.empty((len(starts), length), np.int64)
-    for window, start in zip(windows, starts):
+    windows = torch.empty(len(starts), length, dtype=torch.int64, pin_memory=pinned)
+    for window, start in zip(windows.numpy(), starts):
         np.concatenate([ids[max(start - begin, 0):max(start - begin + length, 0)]
                         for begin, ids in zip(begins, bins)], out=window)
-    return torch.from_numpy(windows)
+    return windows
 
 
 def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):

@@ -45,6 +45,8 @@ def read_checkpoint(path, mmap=False):
         ckpt = torch.load(file, map_location='cpu', weights_only=True, mmap=mmap)
         if 'weights' not in ckpt:
             raise UserError(f'{file} is not a checkpoint of train.py')
+        if not isinstance(ckpt['settings']['data'], str):
+            raise UserError(f'{file} was saved by an older version of this project: train again')
         return dict(ckpt, folder=str(file.parent))
 
 

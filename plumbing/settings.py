@@ -175,6 +175,8 @@ def check(s, keys):
             raise UserError(f'{key} = {getattr(s, key)} must be more than 0')
     if keys.get('memory') and not s.stream:
         raise UserError('memory needs contiguous text: set stream=True')
+    if keys.get('memory') and s.shard:
+        raise UserError('memory does not go with shard')
     if s.stream and (s.stride or s.epoch_words):
         raise UserError('a stream has no stride and no epoch_words')
     if s.resume and s.overwrite:

@@ -1,7 +1,9 @@
 """Tests run from anywhere: the repository's root goes onto the path. One thread, so that two runs
 give the same bits."""
 
+import ast
 import contextlib
+import functools
 import html
 import importlib
 import io
@@ -78,30 +80,48 @@ def data_dir(tmp_path_factory):
     return folder
 
 
+def first_commands(config):
+    """The mixes and surgeries that a config's docstring asks for, as words."""
+    module = ast.parse((ROOT / config).read_text(encoding='utf-8'))
+    doc = ast.get_docstring(module, clean=False)
+    lines = re.findall('^    python (.*)', doc.replace('\\\n', ' '), re.MULTILINE)
+    commands = [line.removeprefix('-m ').split() for line in lines]
+    return [words for words in commands if words[:2] == ['prepare.py', 'mix']
+            or words[0] == 'tools.surgery' and '--out' in words]
+
+
 @pytest.fixture(scope='session')
 def smoke(data_dir, tmp_path_factory):
-    """smoke('config/moep.py', '--top_k=1') trains a config for two steps, after those it starts
-    from -> its run folder. Each only once per session."""
+    """smoke('config/moep.py', '--top_k=1') trains a config for two steps, after the commands of its
+    docstring and the runs that these and init_from name -> its run folder. Each only once per
+    session."""
     from plumbing.settings import read_config
     folder = tmp_path_factory.mktemp('smoke')
-    runs = {}
+    (folder / 'data').mkdir()                            # for mixes, beside the toy corpora
+    for path in data_dir.iterdir():
+        (folder / 'data' / path.name).symlink_to(path)
 
-    def train(config, *settings):
-        key = config, *settings
-        if key not in runs:
-            starts = read_config(ROOT / config).get('init_from') or []
-            for start in [starts] if isinstance(starts, str) else starts:
-                train(f"config/{start.removeprefix('out/')}.py")
-            out = folder / config.replace('config', 'out', 1).removesuffix('.py')
-            if settings:
-                out = out.with_name(f'{out.name}_{len(runs)}')
+    @functools.cache
+    def call(*words):
+        for config in [word.replace('out/', 'config/') + '.py' for word in words]:
+            if config.startswith('config/') and (ROOT / config).exists():
+                train(config)
+        if len(words) > 1:
             with torch.enable_grad():                    # a test may be under no_grad
-                run_script('train.py', ROOT / config, f'--data_dir={data_dir}', '--max_iters=2',
-                           '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
-                           '--sample_tokens=2', '--log_interval=1', f'--out_dir={out}', *settings,
-                           cwd=folder, here=True)
-            runs[key] = out
-        return runs[key]
+                run_script(*words, cwd=folder, here=True)
+
+    @functools.cache
+    def train(config, *settings):
+        for words in first_commands(config):
+            call(*words)
+        call(read_config(ROOT / config).get('init_from', ''))
+        out = folder / config.replace('config', 'out', 1).removesuffix('.py')
+        if settings:
+            out = tmp_path_factory.mktemp(out.name)
+        call('train.py', str(ROOT / config), f'--data_dir={folder}/data', '--max_iters=2',
+             '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_tokens=64',
+             '--sample_tokens=2', '--log_interval=1', f'--out_dir={out}', *settings)
+        return out
     return train
 
 
@@ -115,8 +135,8 @@ def compile_model():
 
 def documents(folder, split):
     """The texts of a bin, cut at end-of-text."""
+    from plumbing.bins import load_bin
     from plumbing.tokenizer import load_tokenizer
-    from train import load_bin
     tokenizer = load_tokenizer(folder)
     ids = [i for i in load_bin(folder, split).tolist() if i != tokenizer.pad]
     assert ids[0] == ids[-1] == tokenizer.eot

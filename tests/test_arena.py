@@ -15,8 +15,10 @@ from arena import leaderboard
 from arena.entries import ENTRIES
 from conftest import ROOT, run_here
 from plumbing import settings
+from plumbing.bins import load_bin
 from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError
+from plumbing.log import read_log
 from plumbing.settings import import_model, read_settings
 from tools.flops import training_flops
 
@@ -26,10 +28,10 @@ TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1
 PATH = TINY | dict(model='papaformer')
 del PATH['dropout']
 STAGES = [
-    PATH | dict(data={'toy_stories': (0.0, 0.5)}, max_iters=2),
-    PATH | dict(data={'toy_stories': (0.5, 1.0)}, max_iters=2),
-    dict(model='papaformer', data='toy_stories', init_from=[0, 1], surgery='compose', max_iters=2,
-         batch_size=2, log_interval=1)]
+    PATH | dict(part=(0, 0.5), max_iters=2), PATH | dict(part=(0.5, 1), max_iters=2),
+    dict(surgery='compose', runs=[0, 1], connection='gumbel1'),
+    dict(model='papaformer', data='toy_stories', init_from=2, max_iters=2, batch_size=2,
+         log_interval=1)]
 RULES = dict(parameters=17e3, within=0.2, window=32, tokens=6 * 2 * 32)
 
 
@@ -106,20 +108,29 @@ def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
 
 
 def test_stages(home, called):
-    """Each starts from earlier ones; their costs are added up, the scores are the last one's."""
+    """Two on halves of the text, their composition, which is made once, and its training. Costs are
+    added up, the scores are the last one's."""
     go(home, 'staged', '--seeds=1')
-    stages = [f'staged_1/stage_{n}' for n in range(3)]
-    assert called == [*(('train.py', stage) for stage in stages),
-                      ('eval_blimp.py', stages[2]), ('eval_blimp.py', stages[2])]
+    paths = [(script, name) for n in (0, 1) for script, name in (
+        ('prepare.py', 'mix'), ('train.py', f'staged_1/stage_{n}'))]
+    last = 'staged_1/stage_3'
+    assert called == [*paths, ('tools.surgery', 'compose'), ('train.py', last),
+                      ('eval_blimp.py', last), ('eval_blimp.py', last)]
     row, = rows(home)
     assert row['tokens'] == 3 * 2 * 2 * 32
-    logs = []
-    for n in range(3):
-        lines = open(home / f'out/arena/toy/staged_1/stage_{n}/log.jsonl')
-        logs.append([json.loads(line) for line in lines])
+    logs = [read_log(home / f'out/arena/toy/staged_1/stage_{n}') for n in (0, 1, 3)]
     assert row['minutes'] == pytest.approx(sum(log[-1]['seconds'] for log in logs) / 60)
     assert row['loss'] == logs[2][-1]['val']['toy_stories']['loss']
     assert row['parameters'] == logs[2][0]['run']['parameters'] > logs[0][0]['run']['parameters']
+    assert logs[2][0]['run']['config']['connection'] == 'gumbel1'
+    texts = [log[0]['run']['settings']['data'] for log in logs]
+    one, two, whole = (load_bin(home / 'data' / text, 'train').tolist() for text in texts)
+    assert texts[2] == 'toy_stories' and one + two[1:] == whole      # end-of-text begins each
+    (home / 'results/arena_toy.jsonl').unlink()
+    called.clear()
+    go(home, 'staged', '--seeds=1')
+    assert called == [paths[1], paths[3], ('train.py', last), ('eval_blimp.py', last),
+                      ('eval_blimp.py', last)]
 
 
 @pytest.mark.slow
@@ -193,7 +204,8 @@ def test_a_third_of_the_tokens(changes, setting, option):
 def test_every_entry_keeps_the_rules(track):
     """Its class, its data, and its budget: ten epochs of 10M words, or 0.5M tokens."""
     for name, stages in arena.find_entries([], track).items():
-        settings = [read_settings(arena.options(stage))[0] for stage in stages]
+        settings = [read_settings(arena.options(stage))[0]
+                    for stage in filter(arena.is_training, stages)]
         if track == 'baby':
             for s in settings:
                 window = s.seq_len or 512

@@ -13,11 +13,11 @@ import torch.nn as nn
 import moduleformer
 from conftest import ROOT
 from moep import MoEP, MoEPConfig, Router
-from plumbing.checkpoint import data_folder, load_checkpoint
+from plumbing.bins import load_bin
+from plumbing.checkpoint import data_folders, load_checkpoint
 from plumbing.settings import import_model
 from test_contract import CASES
 from tools import check
-from train import load_bin
 
 SMALL = dict(vocab_size=32, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=1, n_embd_parallel=8, n_block=3, n_expert=3)
@@ -212,7 +212,7 @@ def test_what_a_block_is_worth(run, smoke, tmp_path):
     assert rows['last.0'][1:] == ['+0.0000', 'adds almost nothing']
 
     model, ckpt = load_checkpoint(tmp_path / 'run')
-    tokens = torch.tensor(load_bin(data_folder(ckpt), 'val')[:8192].astype(int))
+    tokens = torch.tensor(load_bin(*data_folders(ckpt), 'val')[:8192].astype(int))
     x, y = (tokens[i:len(tokens) - 1 + i].unfold(0, 64, 64) for i in (0, 1))
     loss = model(x, y)[1].item()
     size = (model.wte(x) + model.wpe.weight).std().item()

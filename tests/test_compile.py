@@ -7,8 +7,7 @@ import pytest
 import sympy
 import torch
 
-from plumbing.machine import compile_model, full_rows
-from plumbing.shard import recompute_blocks
+from plumbing.compile import compile_model, full_rows, recompute_blocks
 from test_contract import build
 
 MODELS = ['gpt2', 'moep', 'gumbel2', 'moduleformer', 'selfmoe', 'stlm_all', 'stlm_depth',

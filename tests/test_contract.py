@@ -186,6 +186,7 @@ def test_active_parameters(name, idle):
     ('moduleformer', dict(n_head=3)), ('moduleformer', dict(n_att=[1, 4])),
     ('moduleformer', dict(identity_kv=True)), ('mixture', dict(top_k=5)),
     ('selfmoe', dict(n_kv_head=3)), ('stlm', dict(lora_rank=2)),
+    ('stlm', dict(dropout_schedule='late')), ('stlm', dict(dropout=0.1, dropout_schedule='lat')),
     ('stlm_bytes', dict(byte_limit=12)), ('stlm_depth', dict(capacity=1.1)),
     ('stlm_depth', dict(route_every=1))])
 def test_config_errors(name, wrong):

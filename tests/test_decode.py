@@ -13,7 +13,8 @@ from test_contract import build
 MACHINE = SimpleNamespace(cuda=True, world=1, dtype=torch.float32, autocast=nullcontext)
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'moep', 'gumbel2', 'moduleformer', 'selfmoe', 'dense'])
+@pytest.mark.parametrize('name', ['gpt2', 'moep', 'gumbel2', 'moduleformer', 'selfmoe', 'dense',
+                                  'loop'])
 def test_the_same_tokens(name, monkeypatch):
     """Far beyond the context, greedy and drawn, from prompts of any length."""
     lengths = []
@@ -37,5 +38,5 @@ def test_where_the_model_writes_itself():
     model = build('gpt2')
     cpu = SimpleNamespace(cuda=False, world=1)
     assert decode.fast_writer(model, cpu) is decode.fast_writer(model, MACHINE, rows=65) is model
-    stlm = build('stlm_all')
-    assert decode.fast_writer(stlm, MACHINE) is stlm
+    for model in (build('stlm_all'), build('stlm_depth')):
+        assert decode.fast_writer(model, MACHINE) is model

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from conftest import browse, in_a_browser
+from plumbing.bins import load_bin
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import load_tokenizer
 from tools import explore
-from train import load_bin
 
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ \\ end')

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import train
 from conftest import ROOT
+from plumbing.bins import load_bin
 from plumbing.bpe import train_bpe
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import (
@@ -196,7 +196,7 @@ def test_start_token(exported, data_dir, tmp_path, bos):
     folder = tmp_path / f'hf_bos_{bos}'
     export_hf.export(run, folder, bos)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    first = train.load_bin(data, 'train')[:40].tolist()
+    first = load_bin(data, 'train')[:40].tolist()
     text = load_tokenizer(data).decode(first)
     assert theirs(text)['input_ids'] == first[0 if bos else 1:]
     assert theirs.decode(first, skip_special_tokens=True) == text
@@ -218,11 +218,11 @@ def test_as_a_user(run, data_dir, tmp_path):
     """Export with the checkpoints by words; a fresh process elsewhere loads the folder."""
     run('train.py', ROOT / 'config/moep.py', f'--data_dir={data_dir}', '--max_iters=2',
         '--batch_size=2', '--gradient_accumulation_steps=1', '--eval_tokens=64',
-        '--sample_tokens=0', '--checkpoint_words=[99]', cwd=tmp_path, here=True)
+        '--sample_tokens=0', '--checkpoint_words=[200]', cwd=tmp_path, here=True)
     env = dict(HF_HOME=str(tmp_path / 'home'))
     run('tools.export_hf', 'moep', '--revision-per-checkpoint', f'--out={tmp_path}/model',
         cwd=tmp_path, **env)
-    assert (tmp_path / 'model/chck_99/config.json').exists()
+    assert (tmp_path / 'model/chck_200/config.json').exists()
     done = subprocess.run([sys.executable, '-I', '-c', FRESH], cwd=tmp_path, text=True,
                           capture_output=True, env=env | dict(PATH=''))
     assert done.stdout == f"{load_tokenizer(tmp_path / 'out/moep').eot} 2\n", done.stderr

@@ -17,10 +17,11 @@ import stlm
 import stlm_depth
 import train
 from arena import dense
+from plumbing.compile import compile_model, recompute_blocks
 from plumbing.decode import fast_writer
-from plumbing.machine import CUDAGraphStep, Machine, compile_model
+from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
-from plumbing.shard import recompute_blocks, shard
+from plumbing.shard import shard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 
@@ -46,14 +47,11 @@ def make(name, **changes):
     return module.Model(module.Config(**TINY | keys | changes)).cuda()
 
 
-class Windows:
-    """Random tokens, in the place of train.Data."""
-    def __init__(self):
-        self.tokens = torch.randint(100, (4000,), generator=torch.Generator().manual_seed(0)).cuda()
-
-    def batch(self, starts):
-        window = self.tokens[starts[:, None] + torch.arange(33, device='cuda')]
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+def windows(it):
+    """x, y of two micro-batches of random tokens, in the place of train.Data's."""
+    tokens = torch.randint(100, (4000,), generator=torch.Generator().manual_seed(0))
+    ids = tokens[it:].unfold(0, 33, 50)[:8].reshape(2, 4, 33).cuda()
+    return ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
 
 
 def take_steps(name, n, machine, change=lambda model: model, graph=True, **settings):
@@ -64,15 +62,13 @@ def take_steps(name, n, machine, change=lambda model: model, graph=True, **setti
     changed = change(model)                              # shard changes the model itself
     trained = model if changed is None else changed
     optimizer = train.make_optimizer(model, s, machine)
-    data = Windows()
     torch.manual_seed(1)                                 # of dropout and Gumbel noise
-    plain_step = functools.partial(train.train_step, trained, optimizer, data, s, machine)
+    plain_step = functools.partial(train.train_step, trained, optimizer, s, machine)
     step = CUDAGraphStep(plain_step, machine, graph)
     losses = []
     for it in range(n):
         train.set_rate(optimizer, 1e-2 / (1 + it))
-        starts = torch.arange(8, device='cuda') * 50 + it
-        losses.append(step(starts)[0]['loss'].item())
+        losses.append(step(*windows(it))[0]['loss'].item())
     return losses, step, model
 
 

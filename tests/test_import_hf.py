@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import selfmoe
+from plumbing.bins import load_bin
 from plumbing.checkpoint import build_model, load_checkpoint, read_checkpoint
+from plumbing.machine import widen
 from plumbing.tokenizer import build_tokenizer, load_tokenizer
 from prepare import write_data_set
-from train import load_bin, widen
 
 transformers = pytest.importorskip('transformers')
 from safetensors.torch import save_file                  # noqa: E402
@@ -118,13 +119,14 @@ def test_gates_beside_a_frozen_base(run, byte_data, tmp_path):
     save_random(tmp_path / 'hf')
     run('tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run', '--tokenizer', byte_data,
         here=True)
-    command = ['train.py', '--model=selfmoe', f'--init_from={tmp_path}/run', '--surgery=add_gates',
-               '--freeze', '--data=bytes', f'--data_dir={byte_data.parent}', '--seq_len=16',
-               '--batch_size=2', '--sample_tokens=0', '--eval_tokens=32', '--learning_rate=0.1',
-               f'--out_dir={tmp_path}/gated']
+    run('tools.surgery', 'add_gates', tmp_path / 'run', '--freeze', '--out', tmp_path / 'gated',
+        here=True)
+    command = ['train.py', f'--init_from={tmp_path}/gated', '--data=bytes', '--seq_len=16',
+               f'--data_dir={byte_data.parent}', '--batch_size=2', '--sample_tokens=0',
+               '--eval_tokens=32', '--learning_rate=0.1', f'--out_dir={tmp_path}/trained']
     run(*command, '--max_iters=2', here=True)
     run(*command, '--max_iters=3', '--resume', here=True)
-    before, after = (read_checkpoint(tmp_path / name) for name in ('run', 'gated'))
+    before, after = (read_checkpoint(tmp_path / name) for name in ('run', 'trained'))
     assert {*after['weights']} - {*before['weights']} == {'gates.1.weight'}
     assert {*after['frozen']} == {*before['weights']}
     assert all(torch.equal(after['weights'][name].bfloat16(), w)
@@ -144,7 +146,8 @@ def test_what_stays_narrow(dtype, tmp_path):
     maps = {f'blocks.{i}.{name}' for i in range(2)
             for name in ('qkv.weight', 'proj.weight', 'ffn.fc', 'ffn.down')} | {'head.weight'}
     assert narrow == (maps if dtype == torch.bfloat16 else set())
-    state = dict(model='selfmoe', config=asdict(model.config), weights=weights, adapted=[])
+    state = dict(model='selfmoe', config=asdict(model.config), weights=weights, adapted=[],
+                 frozen=[])
     torch.save(state, tmp_path / 'ckpt.pt')
     again = build_model(read_checkpoint(tmp_path)).state_dict()
     assert all(torch.equal(again[name], w) and again[name].dtype == w.dtype

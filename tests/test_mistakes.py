@@ -81,6 +81,7 @@ def one_line(done, script):
     ([*NEW, '--data=toy_math,toy_bytes'], 'different tokenizers: prepare toy_bytes again'),
     ([*NEW, '--vocab_size=100'], 'vocab_size is 100'),
     ([*NEW, '--seq_len=100000000'], 'add text, or lower seq_len'),
+    (['train.py', 'config/moduleformer.py', '--memory=8', '--stream', '--shard'], 'with shard'),
     ([*NEW, '--seq_len=64'], 'reads no more than its block_size'),
     ([*NEW, '--aux_weights=dict(balance=1.0)'], 'block_balance'),
     ([*NEW, '--device=tpu'], 'see --device'),

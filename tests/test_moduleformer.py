@@ -234,6 +234,24 @@ def test_oracle(changes):
     same_routes(model.routes(x), logs)
 
 
+@pytest.mark.parametrize('changes', [dict(memory=4), dict(memory=99), dict(WIDE, memory=4)], ids=str)
+def test_memory_of_the_text_before(changes):
+    """In training a cache keeps the last keys, as copies: the next segment has the loss and the
+    gradients of one that is given them as constants."""
+    model, first, second, y = make(**changes), tokens(), tokens(T=5, seed=2), tokens(T=5, seed=3)
+    given, kept, results = [], [], []
+    model.eval()(first, cache=given)                     # all of them
+    given = [[k[:, :, -model.config.memory:].detach() for k in keys] for keys in given]
+    model.train()(first, cache=kept)
+    assert all(k.untyped_storage().nbytes() == k.nbytes for keys in kept for k in keys)
+    for training, cache in ((True, kept), (False, given)):
+        loss = model.train(training)(second, y, cache=cache)[1]
+        grads = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
+        results.append([loss, *grads])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
 # ---- Losses --------------------------------------------------------------------------------------
 
 

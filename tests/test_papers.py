@@ -15,12 +15,12 @@ import stlm
 from moduleformer import count_usage, prune_experts
 from papers import depth, eval_length, exact_answer, passes
 from papers.exact_answer import complete, last_number, read_problems
-from plumbing.checkpoint import data_folder, load_checkpoint
+from plumbing.bins import load_bin, val_batches
+from plumbing.checkpoint import data_folders, load_checkpoint
 from plumbing.machine import Machine
 from plumbing.settings import read_settings
 from plumbing.tokenizer import choose_tokenizer, load_meta, load_tokenizer
 from stlm_depth import STLMDepth, STLMDepthConfig
-from train import as_tensor, load_bin, val_batches
 
 # ---- passes -------------------------------------------------------------------------------------
 
@@ -33,14 +33,19 @@ def test_passes(data_dir, tmp_path, monkeypatch):
     log = [dict(run=dict(steps=2, tokens_per_step=64, parameters=9)), dict(loss=1.0),
            dict(val=dict(toy_stories=dict(bits_per_byte=1.0), toy_math=dict(bits_per_byte=2.0)))]
     monkeypatch.setattr(passes, 'read_log', lambda out: log)
-    runs = []
-    monkeypatch.setattr(passes, 'call', lambda _, *args: runs.append(read_settings(args)[0]))
+    runs, parts = [], {}
+
+    def call(script, *args):
+        if script == 'train.py':
+            return runs.append(read_settings(args)[0])
+        _, _, name, _, *parts[name] = args               # mix --name NAME --input ...
+    monkeypatch.setattr(passes, 'call', call)
     rows = [passes.train(model, 1000, seed) for seed in (1, 2) for model in passes.MODELS]
     stories, math = (load_meta(data_dir / name)['splits'] for name in passes.SETS)
     share = 1000 / (stories['train']['tokens'] + math['train']['tokens'])
-    first, second = (dict.fromkeys(passes.SETS, span)
-                     for span in ((0.0, share), (share, 2 * share)))
-    assert [s.data for s in runs] == [first] * 4 + [second] * 4
+    first, second = ([f'data/{name}:{low}:{low + share}' for name in passes.SETS]
+                     for low in (0.0, share))
+    assert [parts[s.data] for s in runs] == [first] * 4 + [second] * 4
     steps = {model: s.max_iters for model, s in zip(passes.MODELS, runs)}
     assert steps['longer'] == round(steps['dense'] * 4 / 3) and steps['dense'] == steps['routed']
     n, m = (split['val']['bytes'] for split in (stories, math))
@@ -175,7 +180,7 @@ def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
     run('papers.prune_curve', out, '--thresholds', 0, 0.9, f'--json={tmp_path}/c.json', here=True)
     rows = json.loads((tmp_path / 'c.json').read_text())['rows']
     model, ckpt = load_checkpoint(out)
-    tokens = as_tensor(load_bin(data_folder(ckpt), 'val'), 'cpu')
+    tokens = load_bin(*data_folders(ckpt), 'val')
     half = len(tokens) // 2
     T = model.config.block_size
     usage = count_usage(model, val_batches(tokens[:half], T, 16, -1))
@@ -236,8 +241,7 @@ FEW = ['--eval_tokens=256', '--prompts=3', '--max_new_tokens=6', '--device=cpu']
 
 
 def first_windows(data_dir):
-    tokens = as_tensor(load_bin(data_dir / 'toy_stories', 'val'), 'cpu')
-    (x, y), = val_batches(tokens, 64, 4, -1, 256)
+    (x, y), = val_batches(load_bin(data_dir / 'toy_stories', 'val'), 64, 4, -1, 256)
     return x, y
 
 

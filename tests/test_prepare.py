@@ -9,21 +9,21 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import prepare
 from conftest import ROOT, documents
+from plumbing.bins import load_bin, read_windows
 from plumbing.cli import UserError
 from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, choose_tokenizer, load_meta, load_tokenizer, rank_tokenizer,
                                 ranks_blob)
 from plumbing.text import clean
 from prepare import find_files, read_documents, write_data_set
-from train import as_tensor, load_bin, tokens_at
 
 
 def words_corpus(n=400, seed=0):
@@ -216,9 +216,66 @@ def test_more_than_65536_tokens(tmp_path):
     ids = load_bin(tmp_path / 'd', 'train')
     assert ids.dtype == np.uint32 and load_meta(tmp_path / 'd')['dtype'] == 'uint32'
     assert ids[0] == 70256                               # end-of-text
-    assert tokens_at(as_tensor(ids, 'cpu'), torch.arange(len(ids))).tolist() == ids.tolist()
-    signed = as_tensor(np.array([65535, 3], np.uint16), 'cpu')
-    assert tokens_at(signed, torch.arange(2)).tolist() == [65535, 3]
+    for text in (ids, np.array([65535, 3], np.uint16)):
+        assert read_windows([text], [0], len(text)).tolist() == [text.tolist()]
+
+
+# ---- Mixes --------------------------------------------------------------------------------------
+
+@pytest.fixture
+def mix(tmp_path, monkeypatch):
+    """The command, in this process, and its training documents; data/a and b, data/c and d."""
+    monkeypatch.chdir(tmp_path)
+    for name, form in dict(a=None, b=None, c=('chunks', 5), d=('chunks', 5)).items():
+        docs = [f'{name}{n} {"!" * (n % 7)}' for n in range(60)]
+        write_data_set(Path('data', name), as_train(docs), choose_tokenizer('bytes'), form, .1)
+
+    def mix(*inputs, passes=()):
+        prepare.main(['mix', '--name=mix', '--overwrite', '--input', *inputs,
+                      *(['--passes', *map(str, passes)] if passes else [])])
+        return documents('data/mix', 'train')
+    return mix
+
+
+def part(name, low, high):
+    """The documents that end between two places; one at a place is before it."""
+    tokenizer, docs = load_tokenizer(f'data/{name}'), documents(f'data/{name}', 'train')
+    slots = len(tokenizer.end)
+    ends = [slots, *(len(tokenizer.encode(text)) + slots for text in docs)]
+    ends = [*accumulate(ends)]                           # n documents end at the n-th
+    first, last = (sum(end < share * ends[-1] for end in ends) for share in (low, high))
+    return docs[first:last]
+
+
+@pytest.mark.parametrize('one, two', ['ab', 'cd'])
+def test_mix(mix, one, two):
+    """Parts are complementary and end with documents; copies, and a part of a copy; the validation
+    text of all; counts; chunks stay whole."""
+    low, high = mix(f'data/{one}:0:0.6'), mix(f'data/{one}:0.6:1')
+    assert low == part(one, 0, .6) and low + high == part(one, 0, 1)
+    assert 30 < len(low) < 36
+    docs = mix(f'data/{one}:0.2:0.6', f'data/{two}', passes=[1, 2.5])
+    assert docs == part(one, .2, .6) + 2 * part(two, 0, 1) + part(two, 0, .5)
+    val = [documents(f'data/{name}', 'val') for name in (one, two, 'mix')]
+    assert val[0] + val[1] == val[2]
+    meta, slots = load_meta('data/mix'), len(load_tokenizer('data/mix').end)
+    for split, texts in (('train', docs), ('val', val[2])):
+        ids, counts = load_bin('data/mix', split), meta['splits'][split]
+        assert counts['tokens'] == len(ids)
+        n_words = sum(len(text.split()) for text in texts)
+        assert counts['documents'] == pytest.approx(len(texts), rel=.03)
+        assert counts['words'] == pytest.approx(n_words, rel=.03)
+        starts = ids.reshape(-1, slots)[:, 0]            # a pad or an end of chunk begins none
+        assert slots == 1 or (starts <= 257).all() and (starts != 256).all()
+
+
+@pytest.mark.parametrize('inputs, passes', [
+    (['data/a:0.6:0.2'], []), (['data/a:0:2'], []), (['data/a:0.5'], []), (['data/a:x:1'], []),
+    (['data/a', 'data/b'], [1]), (['data/a'], [0])])
+def test_a_wrong_mix(mix, inputs, passes):
+    with pytest.raises(UserError, match='0 <= FROM < TO <= 1'):
+        mix(*inputs, passes=passes)
+    assert not Path('data/mix').exists()
 
 
 # ---- Nothing is lost ----------------------------------------------------------------------------

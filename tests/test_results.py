@@ -10,6 +10,7 @@ import pytest
 
 from conftest import ROOT
 from plumbing.settings import Settings, import_model
+from tools.surgery import list_surgeries
 
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth', 'arena.dense',
@@ -70,7 +71,9 @@ def options(script):
     names = {'help'}
     for source in sources:
         names |= {*re.findall(r"'--([\w-]+)'", source.read_text(encoding='utf-8'))}
-    if script in ('train.py', 'tools/bench.py'):
+    if script == 'tools/surgery.py':
+        names |= {*re.findall(r'--([\w-]+)', list_surgeries())}
+    if script in ('train.py', 'tools/bench.py', 'tools/surgery.py'):
         owners = [Settings, *(import_model(name).Config for name in MODELS)]
         names |= {field.name for owner in owners for field in fields(owner)}
     return names
@@ -83,12 +86,14 @@ def exists(path):
 
 @each_page
 def test_commands_name_what_exists(page):
-    """Scripts, modules, configs and options"""
+    """Scripts, modules, configs, surgeries and options"""
     for words in commands(page):
         script = script_of(words)
         if script:
             configs = [word for word in words if word.startswith('config/')]
             missing = [path for path in [script, *configs] if not exists(path)]
+            if script == 'tools/surgery.py' and len(words) > 2:
+                missing += {words[2]} - {*list_surgeries().split(), 'NAME', '--help'}
             if not missing:
                 given = re.findall(r'(?:^|[ "])--([\w-]+)', ' '.join(words))
                 missing = {*given} - options(script)

@@ -12,11 +12,11 @@ import torch
 import plumbing.tokenizer as tokenizers
 import stlm
 from oracles import attention, compare, rms, swiglu, tokens
+from plumbing.bins import val_batches
 from plumbing.bpe import train_bpe
 from plumbing.tokenizer import SENTENCES
 from stlm import STLM, STLMConfig
 from test_contract import assert_one_graph, compile_and_record, pair, text
-from train import as_tensor, val_batches
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
              ffn_hidden=8, dropout=0.0)
@@ -207,22 +207,40 @@ def test_nothing_is_lost(kind, limit):
             symbols += ids + tokenizer.end
         assert tokenizer.decode(symbols) == ''.join(texts())
         shape = dict(byte_limit=limit, vocab_size=V, block_size=4 * (limit + 1))
-        bin_ = as_tensor(np.array(symbols, dtype=np.uint16), 'cpu')
-        x, y = next(val_batches(bin_, shape['block_size'], 64, V - 1))
+        x, y = next(val_batches(np.array(symbols), shape['block_size'], 64, V - 1))
         assert make(dtype=torch.float32, **shape)(x, y, reduction='none')[1].isfinite().all()
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
 
 
+RISING = dict(dropout=1.0, dropout_schedule='rising')    # the rate is what is done of the run
+
+
+@pytest.mark.parametrize('schedule, rates', [
+    ('constant', [0.2] * 8),
+    ('early', [0.2] * 2 + [0.0] * 6),
+    ('late', [0.0] * 2 + [0.2] * 6),
+    ('linear', [0.2, 0.175, 0.15, 0.125, 0.1, 0.075, 0.05, 0.025]),
+    ('rising', [0.0, 0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175]),
+    ('triangle', [0.0, 0.05, 0.1, 0.15, 0.2, 0.15, 0.1, 0.05]),
+    ('triangles', [0.0, 0.2] * 4)])
+def test_schedules(schedule, rates):
+    model = make(dropout=0.2, dropout_schedule=schedule, dropout_phase=0.25)
+    for n, rate in enumerate(rates):
+        model.set_progress(n / 8)
+        assert stlm.dropout_rates(model.config, n / 8)[schedule] == pytest.approx(rate)
+        assert model.dropout.p.item() == pytest.approx(rate)
+
+
 def test_dropout_rate():
     """A share p is zero, the rest grow by 1 / (1 - p), the gradient too; p = 0 changes nothing."""
     torch.manual_seed(0)
     x = torch.ones(300, 400, requires_grad=True)
-    model = make(dtype=torch.float32, dropout=0)         # not even a rate that was a whole number
+    model = make(dtype=torch.float32, **RISING)
     for p in (0.3, 0.0, 0.75):
-        model.set_dropout(p)
-        for layer in (stlm.Dropout(p), model.dropout):
+        model.set_progress(p)
+        for layer in (stlm.Dropout(STLMConfig(dropout=p)), model.dropout):
             y = layer(x)
             assert abs((y == 0).float().mean() - p) < 0.01
             assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
@@ -237,7 +255,7 @@ def test_scheduled_attention():
     p)."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8).double().requires_grad_() for heads in (4, 2, 2))
-    dropout = stlm.Dropout(None).double()
+    dropout = stlm.Dropout(STLMConfig(**RISING)).double()
     got, want = stlm.attend_scheduled(q, k, v, dropout), stlm.attend(q, k, v, None, 0, 0.0)
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
     weigh = torch.randn_like(want)
@@ -255,18 +273,18 @@ def test_scheduled_attention():
 def test_a_schedule_drops_where_a_constant_rate_does(changes):
     """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
     nowhere."""
-    model = make(dropout=0.5, **changes)
+    model = make(**RISING, **changes)
     x = text(model, 2, 8)
     seen = []
     model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
     exact = model.eval()(x)[0]
-    model.train().set_dropout(0.5)
+    model.train().set_progress(0.5)
     seen.clear()
     assert not torch.equal(model(x)[0], model(x)[0])
     assert seen == 2 * [True] * (1 + 3 * model.config.n_layer)
-    model.set_dropout(0.0)
+    model.set_progress(0.0)
     assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
-    model.eval().set_dropout(0.5)
+    model.eval().set_progress(0.5)
     state = torch.get_rng_state()
     assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
     assert torch.equal(state, torch.get_rng_state())
@@ -276,15 +294,14 @@ def test_a_schedule_drops_where_a_constant_rate_does(changes):
 @pytest.mark.parametrize('changes', [
     dict(share='ffn', lora_rank=2), dict(decoder='causal')], ids=str)
 def test_a_schedule_compiles_once_and_in_one_graph(compile_model, changes):
-    """As train.py does it: set_dropout before compiling, then another rate at every step."""
-    model = make(dtype=torch.float32, dropout=0.1, **changes)
+    """As train.py does it: another rate at every step."""
+    model = make(dtype=torch.float32, **RISING, **changes)
     x, y = pair(model, 2, 16)
     place = model.dropout.p.data_ptr()                   # where a captured graph would look
-    model.set_dropout(0.0)
     compiled, graphs = compile_and_record(compile_model, model)
     exact = model(x, y)[1]
     for p in (0.0, 0.5, 0.9, 0.1, 0.0):
-        model.set_dropout(p)
+        model.set_progress(p)
         losses = torch.stack([compiled(x, y)[1] for _ in range(3)])
         if p == 0:
             assert torch.allclose(losses, exact, atol=1e-5)

@@ -353,9 +353,8 @@ def residual_blocks(model):
 def show_blocks(path):
     """Of a run: the stream that each block reads, and the loss if the block adds nothing."""
     model, ckpt = load_checkpoint(path)
-    config = model.config
-    folder = data_folders(ckpt)[0]
-    batches = list(val_batches(load_bin(folder, 'val'), config.block_size, 8, run_tokenizer(ckpt).pad, 8192))
+    config, pad, folder = model.config, run_tokenizer(ckpt).pad, data_folders(ckpt)[0]
+    batches = list(val_batches(load_bin(folder, 'val'), config.block_size, 8, pad, 8192))
     loss = lambda: sum(model(x, y)[1].item() for x, y in batches) / len(batches)
     blocks = residual_blocks(model)
     sizes = {}

@@ -187,7 +187,7 @@ def score_predictions(predictions, labels, task):
 
 
 def majority(train_labels, labels, task):
-    """The scores of always answering the commonest label."""
+    """The scores of always answering the most common label."""
     return score_predictions([statistics.mode(train_labels)] * len(labels), labels, task)
 
 

@@ -14,7 +14,7 @@ result is a run's folder, which every script takes.
 import difflib
 import inspect
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,8 +24,8 @@ from plumbing.checkpoint import (build_model, copy_model, data_folders, find_sur
                                  read_checkpoint, run_tokenizer, write_checkpoint)
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
 from plumbing.machine import Machine
-from plumbing.settings import Settings, import_model, model_names, parse_value
-from plumbing.tokenizer import copy_tokenizer
+from plumbing.settings import Settings, as_type, import_model, model_names, parse_value
+from plumbing.tokenizer import copy_tokenizer, shared_tokenizer
 
 
 def options_of(function):
@@ -52,10 +52,10 @@ def takes_config(function):
 
 
 def read_options(words, function, model):
-    """['--threshold', '0.1'] or ['--threshold=0.1'] -> {'threshold': 0.1}, arguments of a surgery"""
-    known = list(options_of(function))
+    """['--threshold', '0.1'] or ['--threshold=0.1'] -> {'threshold': 0.1}, a surgery's arguments"""
+    known = options_of(function)
     if takes_config(function):
-        known += [field.name for field in fields(model.config)]
+        known |= asdict(model.config)
     options, words = {}, [*words]
     while words:
         key, equals, text = words.pop(0).lstrip('-').partition('=')
@@ -66,7 +66,9 @@ def read_options(words, function, model):
             raise UserError(f'{function.__name__} has no argument --{key}; {hint}')
         if not equals and not words:
             raise UserError(f'--{key} needs a value')
-        options[key] = parse_value(text if equals else words.pop(0))
+        value = parse_value(text if equals else words.pop(0))
+        is_number = type(known[key]) in (int, float)
+        options[key] = as_type(f'--{key}', value, int | float) if is_number else value
     return options
 
 
@@ -113,7 +115,7 @@ def main():
     if any(args.out.glob('ckpt*.pt')):
         raise UserError(f'{args.out} holds a run already: choose another --out')
     ckpts = [read_checkpoint(run) for run in args.runs]
-    first = ckpts[0]
+    first, folder = ckpts[0], Path(ckpts[0]['folder'])
     if len({(ckpt['model'], ckpt['tokenizer']) for ckpt in ckpts}) > 1:
         raise UserError('the runs have different models or tokenizers')
     functions = find_surgeries(import_model(first['model']).Model)
@@ -126,25 +128,26 @@ def main():
         raise UserError(f'{args.runs[0]} has adapters: merge them first, with merge_lora')
     machine = Machine(args.device)
     models = [build_model(ckpt, machine.device).eval() for ckpt in ckpts]
-    options = read_options(words, function, models[0])
-    report = dict(surgery=args.surgery, runs=args.runs, options=options)
+    options, text = read_options(words, function, models[0]), {}
     if 'batches' in inspect.signature(function).parameters:
         models = [model.float() for model in models]
         T = args.seq_len or models[0].config.block_size
-        options['batches'] = [
-            (machine.send(x), machine.send(y)) for folder in args.data or data_folders(first)
-            for x, y in val_batches(load_bin(folder, 'train')[:args.batches * 16 * T + 1], T, 16,
-                                    run_tokenizer(first).pad)]
+        folders = [Path(data) for data in args.data or data_folders(first)]
+        pad = shared_tokenizer(folder, *folders).pad
+        text['batches'] = [
+            (machine.send(x), machine.send(y)) for data in folders
+            for x, y in val_batches(load_bin(data, 'train')[:args.batches * 16 * T + 1], T, 16, pad)]
+    before = ' + '.join(human(model.count_params()[0]) for model in models)
     torch.manual_seed(args.seed)
-    model, table = operate(function, models, options, machine)
+    model, table = operate(function, models, options | text, machine)
     if args.freeze:
         freeze_old(model, ckpts)
 
-    folder = Path(first['folder'])
     args.out.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(folder, args.out)
     copy_model(first['model'], args.out)
-    write_json(args.out / 'log.jsonl', dict(iter=0, seconds=0, **report, report=table))
+    write_json(args.out / 'log.jsonl', dict(
+        iter=0, seconds=0, surgery=args.surgery, runs=args.runs, options=options, report=table))
     s = Settings(model=first['model'], data=first['settings']['data'],
                  data_dir=first['settings']['data_dir'], out_dir=str(args.out))
     write_checkpoint(args.out / 'ckpt.pt', model, model.state_dict(), s, run_tokenizer(first),
@@ -152,7 +155,6 @@ def main():
     if table:
         print(table)
     total, active = model.count_params()
-    before = ' + '.join(human(model.count_params()[0]) for model in models)
     print(f"{args.out}: {before} -> {human(total)} parameters, {human(active)} active; train it "
           f"with: python train.py --init_from={args.out} --data=... --out_dir=...")
 

@@ -3,7 +3,7 @@ other 40% of both data sets.
 
 After path_1.py and path_2.py:
 
-    python prepare.py mix --name both_40 \\
+    python prepare.py mix --name neox_40 \\
         --input data/tinystories_neox:0.6:1 data/openmath_neox:0.6:1
     P=out/paper/papaformer/stories_math
     python -m tools.surgery compose $P/path_1 $P/path_2 --out $P/composed
@@ -16,7 +16,7 @@ Parallel_Gumb_MoE_1, and with gumbel2 Parallel_Gumb_MoE_2:
         --aux_weights="dict(entropy=0.01, load=0.01)" --out_dir=$P/gumbel1
 """
 init_from = 'out/paper/papaformer/stories_math/composed'
-data = 'both_40'                # what the paths have not read
+data = 'neox_40'                # what the paths have not read
 eval_data = 'tinystories_neox,openmath_neox'
 
 epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
