@@ -100,7 +100,9 @@ def data_folders(ckpt):
 
 @torch.no_grad()
 def context_limit(model):
-    """The most tokens that it reads at once: block_size, or None for a model without positions."""
+    """The most tokens that it reads at once: block_size, or None for a model without positions.
+    It is in eval mode afterwards."""
+    model.eval()
     device = next(model.parameters()).device
     try:
         model.features(torch.zeros(1, model.config.block_size + 1, dtype=torch.long, device=device))

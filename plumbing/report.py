@@ -44,6 +44,13 @@ def show_plan(model, data, it, steps, s, machine):
         machine.say(f'resume    from step {it:,} of {steps:,}{left}')
 
 
+def show_step(bar, it, loss, speed, data, s, machine):
+    speed = f'{human(speed)} {data.noun}/s{machine.memory()}'
+    bar.set_postfix_str(f'loss {loss:.3f}, {speed}')
+    if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
+        machine.say(f'step {it:6,}  loss {loss:.4f}, {speed}')
+
+
 def describe(model, data, steps, s, machine):
     """The first line of a run's log: what was run, and where."""
     total, active = model.count_params()

@@ -234,7 +234,8 @@ def test_oracle(changes):
     same_routes(model.routes(x), logs)
 
 
-@pytest.mark.parametrize('changes', [dict(memory=4), dict(memory=99), dict(WIDE, memory=4)], ids=str)
+@pytest.mark.parametrize('changes', [
+    dict(memory=4), dict(memory=99), dict(WIDE, memory=4)], ids=str)
 def test_memory_of_the_text_before(changes):
     """In training a cache keeps the last keys, as copies: the next segment has the loss and the
     gradients of one that is given them as constants."""

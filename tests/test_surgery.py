@@ -25,7 +25,7 @@ RUNS = dict(
 
 @pytest.fixture(scope='module', autouse=True)
 def train(run, data_dir, tmp_path_factory):
-    """train(name, key=value) -> the checkpoint of out/NAME. RUNS are there, in the working folder."""
+    """train(name, key=value) -> the checkpoint of out/NAME, in a folder that has RUNS."""
     def train(name, **settings):
         settings |= dict(out_dir=f'out/{name}', batch_size=2, eval_tokens=64, sample_tokens=0)
         args = [f'--{key}={value}' for key, value in settings.items()]

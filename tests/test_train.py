@@ -111,7 +111,7 @@ def make_data(monkeypatch):
         machine = Machine('cpu')
         machine.world, machine.rank = world, rank
         s = Settings(data=','.join(sets), **settings)
-        return train.Data(s, {name: name for name in sets}, tokenizer, T, machine)
+        return train.Data(s, [*sets], [], tokenizer, T, machine)
     return make
 
 
@@ -195,7 +195,7 @@ def test_rows_of_a_stream_read_on_where_they_stopped(make_data):
     starts = np.array([data.starts(step) for step in range(2 * steps)])
     for epoch in (starts[:steps], starts[steps:]):
         assert (np.diff(epoch, axis=0) == 8).all() and len(np.unique(epoch)) == epoch.size == 120
-    assert [step for step in range(2 * steps) if data.begins(step)] == [0, steps]
+    assert [step for step in range(2 * steps) if data.starts_anew(step)] == [0, steps]
 
 
 def test_the_number_of_steps(make_data):
@@ -293,8 +293,7 @@ def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
     rates += [4e-3 + 8e-3 * (1 + math.cos(math.pi * i / 5)) for i in range(5)]
     text = torch.from_numpy(np.fromfile(data_dir / 'toy_stories/train.bin', np.uint16).astype(int))
     folder = data_dir / 'toy_stories'
-    data = train.Data(Settings(seed=7), dict(toy_stories=folder), load_tokenizer(folder), 32,
-                      Machine('cpu'))
+    data = train.Data(Settings(seed=7), [folder], [], load_tokenizer(folder), 32, Machine('cpu'))
     torch.manual_seed(7)
     model = moep.Model(moep.Config(**read_checkpoint(tmp_path / 'run')['config']))
     torch.manual_seed(8)
@@ -337,13 +336,13 @@ def test_a_stream_with_memory_is_one_long_text(tiny, data_dir, tmp_path):
     def stream(batch_size):
         s = Settings(stream=True, data='short', batch_size=batch_size,
                      gradient_accumulation_steps=2)
-        return train.Data(s, dict(short=folder), load_tokenizer(folder), 16, Machine('cpu'))
+        return train.Data(s, [folder], [], load_tokenizer(folder), 16, Machine('cpu'))
     data = stream(stream(1).n_windows // 5)
     tiny('run', MODULEFORMER, max_iters=4, stream=True, seq_len=16, memory=16, learning_rate=0.0,
          data_dir=folder.parent, data='short', batch_size=data.s.batch_size,
          gradient_accumulation_steps=2)
     segments = [[part.flatten(0, 1) for part in data.windows(step)] for step in range(4)]
-    assert data.begins(2) and not data.begins(1)
+    assert data.starts_anew(2) and not data.starts_anew(1)
     model, _ = load_checkpoint(tmp_path / 'run')
     costs = []
     with torch.no_grad():

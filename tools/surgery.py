@@ -135,8 +135,8 @@ def main():
         folders = [Path(data) for data in args.data or data_folders(first)]
         pad = shared_tokenizer(folder, *folders).pad
         text['batches'] = [
-            (machine.send(x), machine.send(y)) for data in folders
-            for x, y in val_batches(load_bin(data, 'train')[:args.batches * 16 * T + 1], T, 16, pad)]
+            tuple(map(machine.send, batch)) for data in folders for batch in
+            val_batches(load_bin(data, 'train')[:args.batches * 16 * T + 1], T, 16, pad)]
     before = ' + '.join(human(model.count_params()[0]) for model in models)
     torch.manual_seed(args.seed)
     model, table = operate(function, models, options | text, machine)
