@@ -15,8 +15,7 @@ the model knows the order of tokens without positional embeddings, and it runs a
 `insert_experts` adds modules for a new domain, so less of the old one is forgotten. `prune_experts`
 removes modules that a domain rarely uses: before fine-tuning or, with `concentration`, after it.
 
-What to look at first: `stick_weights`, `Router`, then `AttentionModules.forward`. You can
-skip the last section, "Fast paths": a comment beside each use says in plain code what it does.
+What to look at first: `stick_weights`, `Router`, `Rows`, then `AttentionModules.forward`.
 Measured (four epochs of 10M words of BabyLM-style text, three seeds): 3.437 nats per token,
 BLiMP 69.6; a dense model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2
 (docs/results.md).
@@ -34,8 +33,8 @@ Departures from the paper, and choices that it leaves open:
   head follows from Table 4's counts. p(m) of Eq. 7 is a micro-batch's, as in IBM's release.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R = N*K rows sorted by module (row r:
-token[r] and module[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query
+tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K; row r: token[r] and
+module choice[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query
 block; A, B of Eq. 2.
 """
 
@@ -46,6 +45,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 try:                            # in a copy of this file: import them from where you put the kernels
     from plumbing.stick_kernels import can_fuse, stick_breaking as fused     # for a GPU
 except ImportError:             # no Triton, or no kernels: slower, the same results
@@ -105,6 +105,27 @@ def stick_weights(q, k, first):
     z = z.masked_fill(future.repeat_interleave(K, 0), -math.inf)                # sigmoid(z) = 0
     log_rest = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)    # log of what is left after key i
     return z, (z + log_rest).exp()                                              # Eq. 4
+
+
+def stick_attend(q, k, v, first):
+    """The values, summed by their weights, for queries from position `first` on."""
+    _, p = stick_weights(q, k.type_as(q), first)
+    return (p.type_as(q) @ v.type_as(q)).view_as(q)
+
+
+def break_stick(q, k, v, size):
+    """`stick_attend` for all queries, `size` tokens at a time and without the keys after them. Backward
+    computes the weights again, so memory holds only those of one piece."""
+    if can_fuse(q, k, v):                                # the same in one kernel
+        return fused(q, k, v)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    k, v = k.to(wide), v.to(wide)                        # so their gradients add up in float32
+    outputs, end = [], k.size(2) - q.size(2)
+    for q_here in q.split(size, 2):
+        first, end = end, end + q_here.size(2)
+        seen = k[:, :, :end], v[:, :, :end]
+        outputs.append(checkpoint(stick_attend, q_here, *seen, first, use_reentrant=False))
+    return torch.cat(outputs, 2)
 
 
 class Stack(nn.Module):
@@ -167,6 +188,40 @@ class Router(nn.Module):
         return losses
 
 
+class Rows:
+    """N tokens with K choices each, as R rows: a row is a token and one of its choices. The rows of
+    a choice lie together, so each is one matrix product. Where a gate is 0 there is no row."""
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
+        if not sparse:                                   # all choices, with gate 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()
+        pair = choice.argsort(stable=True)               # the N*K pairs (token, k), by choice
+        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) of each row: pair,
+        self.token = self.pair // choice_NK.size(1)                      # token,
+        self.choice, self.gate = choice[self.pair], gate[self.pair]      # choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
+        self.shape = choice_NK.shape                     # N, K
+
+    def spread(self, x_ND):                              # tokens -> rows
+        return x_ND[self.token]
+
+    def linear(self, x_RD, w_EDF):                       # x_RD @ w_EDF[choice]
+        return torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
+
+    def sort(self, x_NKD):                               # pairs (token, k) -> rows
+        return x_NKD.flatten(0, 1)[self.pair]
+
+    def restore(self, y_RD):                             # rows -> pairs; 0 if there is no row
+        N, K = self.shape
+        y_PD = y_RD.new_zeros(N * K, y_RD.size(1)).index_copy(0, self.pair, y_RD)
+        return y_PD.view(N, K, -1)
+
+    def combine(self, y_RD):                             # rows -> the gated sum of each token's
+        y_RD = self.gate[:, None] * y_RD
+        return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
+
+
 class AttentionModules(nn.Module):
     """Mixture of attention heads: modules have their own queries, but share keys and values."""
     def __init__(self, config, layer, router):           # router: a class, Router or your own
@@ -181,26 +236,23 @@ class AttentionModules(nn.Module):
     def forward(self, x, past):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        # R = N*K rows, each a token and one of its modules. rows.linear(a, w) is a @ w[module]
         rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)
-        x_RD = rows.spread(x_ND)                                # x_ND[token]
-        q_NKF = rows.restore(rows.linear(x_RD, self.q()))       # rows in the order of the tokens
+        q_NKF = rows.restore(rows.linear(rows.spread(x_ND), self.q()))
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
         k, v = self.keys_and_values(x.to(q.dtype), past)        # (B, H, S, d)
-        y = break_stick(q, k, v, self.config.query_block)       # stick_weights(q, k, S-T)[1] @ v
+        y = break_stick(q, k, v, self.config.query_block)
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
-        y_RD = rows.linear(rows.sort(y_NKF), self.o())          # back to rows; Eq. 5
-        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        y_ND = rows.combine(rows.linear(rows.sort(y_NKF), self.o()))     # Eq. 5
         return y_ND.view_as(x), (k, v), losses
 
     def keys_and_values(self, x, past):
         """(B, H, S, d) each: of the past, if there is one, a (k, v), and of x."""
-        maps = [x] if self.kv is None else self.kv(x).chunk(2, -1)      # [x]: keys are values
-        heads = [y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in maps]
+        k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
+        k, v = (y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v))
         if past:
-            heads = [torch.cat((old, y), 2) for old, y in zip(past, heads)]
-        return heads[0], heads[-1]
+            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        return k, v
 
 
 class FFNModules(nn.Module):
@@ -217,11 +269,9 @@ class FFNModules(nn.Module):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.fc.n_modules, self.config.sparse)
-        x_RD = rows.spread(x_ND)                                # x_ND[token]
         gelu = 'tanh' if self.config.released else 'none'
-        h_RF = F.gelu(rows.linear(x_RD, self.fc()), approximate=gelu)    # gelu(x_RD @ fc[module])
-        y_RD = rows.linear(h_RF, self.down())                   # h_RF @ down[module]
-        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        h_RF = F.gelu(rows.linear(rows.spread(x_ND), self.fc()), approximate=gelu)
+        y_ND = rows.combine(rows.linear(h_RF, self.down()))
         return y_ND.view_as(x), losses
 
 
@@ -442,135 +492,11 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     return new, table
 
 
-# ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
-
-class Rows:
-    """N tokens with K modules each, as R = N*K rows sorted by module; token[r] is pair[r] // K."""
-    def __init__(self, gate_NK, choice_NK, n_modules, sparse):
-        if not sparse:                                   # now K = E; the gate is 0 if not chosen
-            gate_NK = gate_NK.new_zeros(len(gate_NK), n_modules).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(n_modules, device=gate_NK.device).expand_as(gate_NK)
-        self.gate_NK = gate_NK
-        self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_modules)
-        self.row_NK = self.row.view_as(choice_NK)
-
-    def spread(self, x_ND):                              # x_ND[token]
-        return Gather.apply(x_ND, self.pair // self.row_NK.size(1), self.row_NK)
-
-    def linear(self, x_RD, w_EDF):                       # x_RD @ w_EDF[module]
-        return grouped_mm(x_RD, w_EDF, self.ends_E)
-
-    def sort(self, x_NKD):                               # (token, k) pairs to rows
-        return Gather.apply(x_NKD.flatten(0, 1), self.pair, self.row[:, None])
-
-    def restore(self, y_RD):                             # rows to (token, k) pairs
-        return Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.row_NK.shape, -1)
-
-    def combine(self, y_RD):                             # the gated sum of each token's K rows
-        return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
-
-
-def break_stick(q, k, v, size):
-    return fused(q, k, v) if can_fuse(q, k, v) else StickBreaking.apply(q, k, v, size)
-
-
-class StickBreaking(torch.autograd.Function):
-    """stick_weights(q, k, S - T)[1] @ v for `size` tokens at a time, without the keys after them.
-    Backward computes the weights again, so memory holds B*H*size*K*S of them, not B*H*T*K*S."""
-    @staticmethod
-    def forward(ctx, q, k, v, size):
-        ctx.save_for_backward(q, k, v)
-        ctx.size = size
-        outputs = []
-        end = k.size(2) - q.size(2)
-        for q_here in q.split(size, 2):
-            first, end = end, end + q_here.size(2)
-            _, p = stick_weights(q_here, k[:, :, :end], first)
-            outputs.append((p.type_as(v) @ v[:, :, :end]).view_as(q_here))
-        return torch.cat(outputs, 2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """d log p_i / dz_j is 1 - sigmoid(z_j) for j = i, and -sigmoid(z_j) for later keys j. So
-        dL/dz_j = g_j - sigmoid(z_j) * sum_{i<=j} g_i, where g_i = p_i * dL/dp_i."""
-        q, k, v = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)      # blocks are summed in float32
-        dq, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        end = k.size(2) - q.size(2)
-        for q_here, grad_here in zip(q.split(ctx.size, 2), grad.split(ctx.size, 2)):
-            first, end = end, end + q_here.size(2)
-            k_seen, v_seen = k[:, :, :end], v[:, :, :end]
-            grad_here = grad_here.flatten(2, 3)                 # (B, H, Q*K, d)
-            z, p = stick_weights(q_here, k_seen, first)
-            g = p * (grad_here @ v_seen.transpose(2, 3))
-            dz = ((g - z.sigmoid() * g.cumsum(-1)) / math.sqrt(q.size(-1))).type_as(q)
-            dq.append((dz @ k_seen).view_as(q_here))
-            dk[:, :, :end] += dz.transpose(2, 3) @ q_here.flatten(2, 3)
-            dv[:, :, :end] += p.type_as(v).transpose(2, 3) @ grad_here
-        return torch.cat(dq, 2), dk.type_as(k), dv.type_as(v), None
-
-
-def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
-    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
-    choice = choice_NK.flatten()
-    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
-    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
-    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
-    return pair, row, count_ER[:, -1].contiguous()
-
-
-class Gather(torch.autograd.Function):
-    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
-    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
-    @staticmethod
-    def forward(ctx, x, index, readers):
-        ctx.save_for_backward(readers)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        readers, = ctx.saved_tensors
-        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
-        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
-
-
-def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
-    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
-    if torch.is_autocast_enabled(x_RD.device.type):
-        dtype = torch.get_autocast_dtype(x_RD.device.type)
-        x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
-    aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
-        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
-    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
-
-
-class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
-    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
-    @staticmethod
-    def forward(ctx, x_RD, w_EDF, ends_E):
-        ctx.save_for_backward(x_RD, w_EDF, ends_E)
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
-
-    @staticmethod
-    def backward(ctx, grad_RF):
-        x_RD, w_EDF, ends_E = ctx.saved_tensors
-        grad_RF = grad_RF.contiguous()
-        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
-        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
-        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
-        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
-
+try:                                     # the same results, faster on a GPU, while these are unedited
+    from plumbing.rows import faster
+    Rows = faster(Rows)
+except ImportError:                      # a copy of this file needs nothing else
+    pass
 
 surgeries = [insert_experts, absorb_inserted, prune_experts] # what tools/surgery.py offers
 Config, Model = ModuleFormerConfig, ModuleFormer         # what train.py looks for

@@ -10,8 +10,7 @@ weights them by their softmax probabilities, renormalised to sum to 1. A block's
 *all* earlier tokens, whether or not they chose it: otherwise it would read a text full of holes.
 So all P blocks attend; output projection and FFN run only in the chosen K.
 
-What to look at first: `Router`, then `ParallelLayer.forward`. You can skip the last
-section, "Fast paths": where the code uses it, a comment says in plain code what it computes.
+What to look at first: `Router`, `Rows`, then `ParallelLayer.forward`.
 Measured (28M parameters, ten epochs of 9.6M words, three seeds): loss 3.487; GPT-2 has 3.343, and
 SwiGLU with 38M parameters 3.429 (docs/results.md).
 
@@ -23,8 +22,8 @@ Departures from the paper, and gaps it leaves (docs/moep.md has more):
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
-P blocks, E choices of a router (P, or n_expert), K chosen per token, R = N*K rows sorted by choice,
-F hidden width.
+P blocks, E choices of a router (P, or n_expert), K chosen per token, R rows (at most N*K), F hidden
+width.
 """
 
 import math
@@ -109,6 +108,39 @@ class Router(nn.Module):
         return negative_entropy if self.config.balance == 'entropy' else -negative_entropy
 
 
+class Rows:
+    """N tokens with K choices each, as R rows: a row is a token and one of its choices. The rows of
+    a choice lie together, so each is one matrix product. Where a gate is 0 there is no row."""
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
+        if not sparse:                                   # all choices, with gate 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()
+        pair = choice.argsort(stable=True)               # the N*K pairs (token, k), by choice
+        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) of each row: pair,
+        self.token = self.pair // choice_NK.size(1)                      # token,
+        self.choice, self.gate = choice[self.pair], gate[self.pair]      # choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
+        self.shape = choice_NK.shape                     # N, K
+
+    def spread(self, x_ND):                              # tokens -> rows
+        return x_ND[self.token]
+
+    def pick(self, x_NED):                               # a token's row of all E -> rows
+        return x_NED[self.token, self.choice]
+
+    def own(self, g_ED):                                 # each row gets the vector of its choice
+        return g_ED[self.choice]
+
+    def linear(self, x_RD, w_EDF, b_EF):                 # x_RD @ w_EDF[choice] + b_EF[choice]
+        y_RF = torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
+        return y_RF + b_EF[self.choice].type_as(y_RF)
+
+    def combine(self, y_RD):                             # rows -> the gated sum of each token's
+        y_RD = self.gate[:, None] * y_RD
+        return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
+
+
 class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
         out[t] = sum_k gate[t, k] * block[choice[t, k]](x)[t]
@@ -136,26 +168,31 @@ class ParallelLayer(nn.Module):
         P, H = self.config.n_block, self.config.n_head_parallel
         x_ND = x.flatten(0, 1)
 
-        # Attention runs in all blocks, as later tokens may choose any of them. Block p computes
-        # q, k, v = norm_p(x) @ qkv[p] + qkv_bias[p], where norm_p is its own LayerNorm, ln_1.
-        q, k, v = project_all(x, self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias, P * H)
-        # One call for all P blocks: P*H heads.
+        # Attention runs in all blocks, as later tokens may choose any of them: P*H heads at once.
+        q, k, v = project_all(x, self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias, H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
 
-        # The rest runs in the chosen blocks: R = N*K rows, each a token and one of its blocks.
-        # rows.linear(a, w, b) is a @ w[block] + b[block]
+        # The rest runs in the chosen blocks.
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, P, self.config.sparse)
-        y_RD = rows.pick(y_NPD)                                 # y_NPD[token, block]
-        att_RD = self.dropout(rows.linear(y_RD, self.proj, self.proj_bias))
-        x_RD = rows.spread(x_ND) + att_RD                       # x_ND[token] + att_RD
-        n_RD = F.layer_norm(x_RD, x.shape[-1:])                 # gain and bias are folded into fc
-        fc, fc_bias = fold(self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
-        h_RF = activate(rows.linear(n_RD, fc, fc_bias), self.config.swiglu)
+        att_RD = self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
+        x_RD = rows.spread(x_ND) + att_RD
+        n_RD = F.layer_norm(x_RD, x.shape[-1:])
+        n_RD = n_RD * rows.own(self.ln_2_gain) + rows.own(self.ln_2_bias)
+        h_RF = activate(rows.linear(n_RD, self.fc, self.fc_bias), self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
-        update_ND = rows.combine(att_RD + ffn_RD)               # sum over k of gate * row
+        update_ND = rows.combine(att_RD + ffn_RD)
         return x + update_ND.view_as(x), losses
+
+
+def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_head):
+    """Of all P blocks, norm_p(x) @ w[p] + b[p] -> queries, keys, values, each (B, P*H, T, d)"""
+    n_BTD = F.layer_norm(x, x.shape[-1:])
+    n_PBTD = n_BTD * gain_PD[:, None, None] + bias_PD[:, None, None]
+    qkv_PBTF = n_PBTD @ w_PDF[:, None] + b_PF[:, None, None]
+    heads = qkv_PBTF.unflatten(3, (3, n_head, -1))       # (P, B, T, 3, H, d)
+    return heads.permute(3, 1, 0, 4, 2, 5).flatten(2, 3)
 
 
 def linear_stack(n, d_in, d_out):
@@ -179,11 +216,10 @@ class MoE(nn.Module):
         rows = Rows(gate_NK, choice_NK, self.config.n_expert, self.config.sparse)
         if self.config.swiglu:          # quadratic in x: without a norm, the stream explodes
             x_ND = F.layer_norm(x_ND, x.shape[-1:])
-        h_RF = rows.spread(x_ND)                                # x_ND[token]
+        h_RF = rows.spread(x_ND)
         if self.config.swiglu:
             h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
-        y_RD = rows.linear(h_RF, self.down, self.down_bias)     # h_RF @ down[expert] + its bias
-        y_ND = rows.combine(y_RD)                               # sum over k of gate * row
+        y_ND = rows.combine(rows.linear(h_RF, self.down, self.down_bias))
         return y_ND.unflatten(0, x.shape[:2]), losses
 
 
@@ -363,127 +399,10 @@ class MoEP(nn.Module):
         return total, total - idle
 
 
-# ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
-
-class Rows:
-    """N tokens with K choices each, as R = N*K rows sorted by choice."""
-    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
-        if not sparse:                                   # now K = E; the gate is 0 if not chosen
-            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        self.pair, self.row, self.ends_E = order_by_choice(choice_NK, n_choices)
-        self.gate_NK, self.choice_NK = gate_NK, choice_NK
-        self.row_NK = self.row.view_as(choice_NK)
-        self.token = self.pair // choice_NK.size(1)      # (R,) the token of each row
-        self.choice = choice_NK.flatten()[self.pair]     # (R,) its block or expert
-
-    def spread(self, x_ND):                              # x_ND[token]
-        return Gather.apply(x_ND, self.token, self.row_NK)
-
-    def pick(self, x_NED):                               # x_NED[token, choice]
-        N, E, _ = x_NED.shape
-        row_NE = self.row.new_full((N, E), -1).scatter(1, self.choice_NK, self.row_NK)
-        return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, row_NE.view(-1, 1))
-
-    def linear(self, x_RD, w_EDF, b_EF):                 # x_RD @ w_EDF[choice] + b_EF[choice]
-        y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
-        return y_RF + GroupBias.apply(b_EF.to(y_RF.dtype), self.choice)
-
-    def combine(self, y_RD):                             # the gated sum of each token's K rows
-        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.gate_NK.shape, -1)
-        return (self.gate_NK[:, :, None] * y_NKD).sum(1)
-
-
-def fold(gain_PD, bias_PD, w_PDF, b_PF):
-    """Put a norm's gain g and bias c into the map: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)"""
-    return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
-
-
-def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_heads):
-    """(B, T, D) -> queries, keys, values of all P blocks, each (B, n_heads, T, d). Three products:
-    one would copy their gradients into one tensor."""
-    n = F.layer_norm(x, x.shape[-1:])
-    w_PDF, b_PF = fold(gain_PD, bias_PD, w_PDF, b_PF)
-    w = w_PDF.unflatten(2, (3, -1)).permute(2, 0, 3, 1).flatten(1, 2)        # (3, P*D, D)
-    b = b_PF.unflatten(1, (3, -1)).transpose(0, 1).flatten(1)                # (3, P*D)
-    return [F.linear(n, w[i], b[i]).unflatten(2, (n_heads, -1)).transpose(1, 2) for i in range(3)]
-
-
-def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
-    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
-    choice = choice_NK.flatten()
-    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
-    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
-    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
-    return pair, row, count_ER[:, -1].contiguous()
-
-
-class Gather(torch.autograd.Function):
-    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
-    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
-    @staticmethod
-    def forward(ctx, x, index, readers):
-        ctx.save_for_backward(readers)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        readers, = ctx.saved_tensors
-        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
-        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
-
-
-class GroupBias(torch.autograd.Function):
-    """b[choice], with a faster gradient: a matrix product sums over the rows of each choice."""
-    @staticmethod
-    def forward(ctx, b_EF, choice):
-        ctx.save_for_backward(choice)
-        ctx.n_choices = len(b_EF)
-        return b_EF.index_select(0, choice)
-
-    @staticmethod
-    def backward(ctx, grad_RF):
-        choice, = ctx.saved_tensors
-        chose_ER = torch.arange(ctx.n_choices, device=choice.device)[:, None] == choice
-        return chose_ER.to(grad_RF.dtype) @ grad_RF, None
-
-
-def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
-    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
-    if torch.is_autocast_enabled(x_RD.device.type):
-        dtype = torch.get_autocast_dtype(x_RD.device.type)
-        x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
-    aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
-        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
-    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
-
-
-class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
-    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
-    @staticmethod
-    def forward(ctx, x_RD, w_EDF, ends_E):
-        ctx.save_for_backward(x_RD, w_EDF, ends_E)
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
-
-    @staticmethod
-    def backward(ctx, grad_RF):
-        x_RD, w_EDF, ends_E = ctx.saved_tensors
-        grad_RF = grad_RF.contiguous()
-        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
-        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
-        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
-        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
-
+try:                                     # the same results, faster on a GPU, while these are unedited
+    from plumbing.rows import faster
+    Rows, project_all = faster(Rows), faster(project_all)
+except ImportError:                      # a copy of this file needs nothing else
+    pass
 
 Config, Model = MoEPConfig, MoEP                         # what train.py looks for

@@ -181,6 +181,32 @@ class Router(nn.Module):
         return prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()
 
 
+class Rows:
+    """N tokens with K choices each, as R rows: a row is a token and one of its choices. The rows of
+    a choice lie together, so each is one matrix product. Where a gate is 0 there is no row."""
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
+        if not sparse:                                   # all choices, with gate 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()
+        pair = choice.argsort(stable=True)               # the N*K pairs (token, k), by choice
+        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) of each row: pair,
+        self.token = self.pair // choice_NK.size(1)                      # token,
+        self.choice, self.gate = choice[self.pair], gate[self.pair]      # choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
+        self.shape = choice_NK.shape                     # N, K
+
+    def spread(self, x_ND):                              # tokens -> rows
+        return x_ND[self.token]
+
+    def linear(self, x_RD, w_EDF):                       # x_RD @ w_EDF[choice]
+        return torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
+
+    def combine(self, y_RD):                             # rows -> the gated sum of each token's
+        y_RD = self.gate[:, None] * y_RD
+        return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
+
+
 class Experts(nn.Module):
     """out[t] = K * sum_k gate[t, k] * expert[choice[t, k]](x[t]) + shared experts(x[t])"""
     def __init__(self, config, router):
@@ -199,18 +225,10 @@ class Experts(nn.Module):
         # Left-out choices have a gate of 0, the others count 1 / (1 - drop_expert). The balance
         # loss and routes() still see all of them.
         gate_NK = F.dropout(gate_NK, self.config.drop_expert, self.training)
-        if not self.config.sparse:                       # now K = E; the gate is 0 if not chosen
-            gate_NK = gate_NK.new_zeros(len(gate_NK), len(self.fc)).scatter(1, choice_NK, gate_NK)
-            choice_NK = torch.arange(len(self.fc), device=x.device).expand_as(gate_NK)
-        # rows: pairs (token, k) sorted by expert; pair = choice_NK.flatten().argsort(stable=True)
-        pair, row, ends_E = order_by_choice(choice_NK, len(self.fc))     # row is pair's inverse
-        token = pair // choice_NK.size(1)                # (R,) the token of each row
-        x_RD = Gather.apply(x_ND, token, row.view_as(choice_NK))         # x_ND[token]
-        h_RF = F.relu(grouped_mm(x_RD, self.fc, ends_E)).square()        # x_RD @ fc[expert]
-        y_RD = grouped_mm(h_RF, self.down, ends_E)                       # h_RF @ down[expert]
-        # y_RD[row]: back in token order
-        y_NKD = Gather.apply(y_RD, row, pair[:, None]).view(*gate_NK.shape, -1)
-        y = self.config.top_k * (gate_NK[:, :, None] * y_NKD).sum(1).view_as(x)
+        rows = Rows(gate_NK, choice_NK, len(self.fc), self.config.sparse)
+        h_RF = F.relu(rows.linear(rows.spread(x_ND), self.fc)).square()
+        y_ND = rows.combine(rows.linear(h_RF, self.down))
+        y = self.config.top_k * y_ND.view_as(x)
         if self.shared:
             y = y + self.shared(x)[0]
         return y, losses
@@ -313,69 +331,7 @@ class Dense(nn.Module):
         return total, total - idle
 
 
-# ---- Fast paths: the same results, faster. docs/speed.md says what each one brings ---------------
-
-def order_by_choice(choice_NK, n_choices):
-    """Sort the N*K pairs (token, k) by choice -> pair = choice.argsort(stable=True), row =
-    pair.argsort(), the end of each choice's rows (int32). Counting is faster than sorting."""
-    choice = choice_NK.flatten()
-    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
-    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
-    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
-    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
-    return pair, row, count_ER[:, -1].contiguous()
-
-
-class Gather(torch.autograd.Function):
-    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
-    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
-    @staticmethod
-    def forward(ctx, x, index, readers):
-        ctx.save_for_backward(readers)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        readers, = ctx.saved_tensors
-        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
-        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
-
-
-def grouped_mm(x_RD, w_EDF, ends_E):
-    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends. Autocasts by hand.
-    A loop serves float64, float16, float32 on a GPU or compiled, and widths off 16 bytes."""
-    if torch.is_autocast_enabled(x_RD.device.type):
-        dtype = torch.get_autocast_dtype(x_RD.device.type)
-        x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
-    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
-    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
-    aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
-    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
-        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
-    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([x @ w for x, w in zip(x_RD.split(sizes), w_EDF)])
-
-
-class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
-    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most."""
-    @staticmethod
-    def forward(ctx, x_RD, w_EDF, ends_E):
-        ctx.save_for_backward(x_RD, w_EDF, ends_E)
-        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
-
-    @staticmethod
-    def backward(ctx, grad_RF):
-        x_RD, w_EDF, ends_E = ctx.saved_tensors
-        grad_RF = grad_RF.contiguous()
-        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
-        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
-        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
-        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
-
+# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
 
 def head_loss(x, weight, targets, reduction):
     """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
@@ -391,5 +347,11 @@ def head_loss(x, weight, targets, reduction):
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
     return loss.view_as(targets) if reduction == 'none' else loss
 
+
+try:                                     # the same results, faster on a GPU, while these are unedited
+    from plumbing.rows import faster
+    Rows = faster(Rows)
+except ImportError:                      # a copy of this file needs nothing else
+    pass
 
 Config, Model = DenseConfig, Dense                       # what train.py looks for

@@ -223,7 +223,7 @@ def dense_gradients(ex):
 
 
 CHECKS['ex3_dispatch'] = [only_chosen_rows, outputs_add_up, dense_gradients]
-PLACES['ex3_dispatch'] = 'moep.py, Rows; moep.py, grouped_mm'
+PLACES['ex3_dispatch'] = 'moep.py, Rows'
 HINTS['ex3_dispatch'] = """
 For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
 their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.

@@ -1,6 +1,6 @@
 """
 Stick-breaking attention in Triton: one GPU kernel forward, one backward. Optional: moduleformer.py
-uses it if it can import it and `can_fuse` allows it, else its own `StickBreaking` in torch.
+uses it if it can import it and `can_fuse` allows it, else its own `stick_attend` in torch.
 `stick_breaking(q, k, v)` is `moduleformer.stick_weights(q, k, S - T)[1] @ v`.
 
 The idea is FlashAttention's. The weights of all queries and keys are many times larger than q, k

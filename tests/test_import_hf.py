@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,10 @@ import torch
 
 import selfmoe
 from plumbing.bins import load_bin
-from plumbing.checkpoint import build_model, load_checkpoint, read_checkpoint
+from plumbing.checkpoint import (build_model, load_checkpoint, read_checkpoint,
+                                 write_checkpoint)
 from plumbing.machine import widen
+from plumbing.settings import Settings
 from plumbing.tokenizer import build_tokenizer, load_tokenizer
 from prepare import write_data_set
 
@@ -146,9 +147,8 @@ def test_what_stays_narrow(dtype, tmp_path):
     maps = {f'blocks.{i}.{name}' for i in range(2)
             for name in ('qkv.weight', 'proj.weight', 'ffn.fc', 'ffn.down')} | {'head.weight'}
     assert narrow == (maps if dtype == torch.bfloat16 else set())
-    state = dict(model='selfmoe', config=asdict(model.config), weights=weights, adapted=[],
-                 frozen=[])
-    torch.save(state, tmp_path / 'ckpt.pt')
+    write_checkpoint(tmp_path / 'ckpt.pt', model, weights, Settings(model='selfmoe'),
+                     SimpleNamespace(hash=''))
     again = build_model(read_checkpoint(tmp_path)).state_dict()
     assert all(torch.equal(again[name], w) and again[name].dtype == w.dtype
                for name, w in weights.items())

@@ -1,5 +1,5 @@
 """
-plumbing/stick_kernels.py against the blocks of queries it replaces (moduleformer.StickBreaking,
+plumbing/stick_kernels.py against the blocks of queries it replaces (moduleformer.break_stick,
 in float64): outputs and gradients. On a GPU; and by Triton's interpreter, where there is Triton.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 import moduleformer
 from conftest import ROOT
-from moduleformer import ModuleFormer, ModuleFormerConfig, StickBreaking
+from moduleformer import ModuleFormer, ModuleFormerConfig, break_stick
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs Triton')
@@ -41,7 +41,7 @@ def with_gradients(function, tensors):
 
 
 def compare(tensors, function, bound):
-    blocks = lambda q, k, v: StickBreaking.apply(q, k, v, 64)
+    blocks = lambda q, k, v: break_stick(q, k, v, 64)
     want = with_gradients(blocks, [x.double() for x in tensors])
     for name, a, b in zip(('y', 'dq', 'dk', 'dv'), with_gradients(function, tensors), want):
         assert a.dtype == tensors[0].dtype and a.shape == b.shape, name

@@ -1,0 +1,175 @@
+"""
+Rows, fast: dispatch for mixtures, with the results of the plain class in the model files.
+
+Its shapes never change, so a step can be compiled and captured as a CUDA graph: rows with gate 0
+are not left out but sorted to the end, where the products of the experts do not reach.
+"""
+
+import inspect
+import sys
+import zlib
+
+import torch
+import torch.nn.functional as F
+
+from plumbing.settings import code_of
+
+# Checksums of the plain forms for which the fast ones below stand (tests/test_rows.py prints them)
+KNOWN = {2116543819, 1904807081, 2564624026, 2766329615}
+
+
+def faster(plain):
+    """The form below in place of a model file's own class or function, while that is unedited."""
+    if checksum(plain) in KNOWN:
+        return globals()[plain.__name__]
+    print(f'note: {plain.__name__} in {plain.__module__}.py was edited, so it runs as it stands, '
+          'without its fast form in plumbing/rows.py', file=sys.stderr)
+    return plain
+
+
+def checksum(plain):
+    """Of its code, without comments and docstrings; None if its source is not there."""
+    try:
+        return zlib.crc32(code_of(inspect.getsource(plain)).encode())
+    except OSError:
+        return None
+
+
+# ---- The fast forms -----------------------------------------------------------------------------
+
+
+class Rows:
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse=True):
+        if not sparse:
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
+        self.gate_NK, self.choice_NK = gate_NK, choice_NK
+        self.is_empty_NK = (gate_NK == 0) & sparse
+        group = choice_NK.masked_fill(self.is_empty_NK, n_choices).flatten()
+        self.pair, self.row, ends = order_by_choice(group, n_choices + 1)
+        self.ends_E = ends[:-1]
+        self.row_NK = self.row.view_as(choice_NK)
+        self.token = self.pair // choice_NK.size(1)
+        self.choice = choice_NK.flatten()[self.pair]
+
+    def spread(self, x_ND):
+        return Gather.apply(x_ND, self.token, self.row_NK)
+
+    def pick(self, x_NED):
+        N, E, _ = x_NED.shape
+        row_NE = self.row.new_full((N, E), -1).scatter(1, self.choice_NK, self.row_NK)
+        return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, row_NE.view(-1, 1))
+
+    def own(self, g_ED):
+        return GroupBias.apply(g_ED, self.choice)
+
+    def linear(self, x_RD, w_EDF, b_EF=None):
+        y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
+        return y_RF if b_EF is None else y_RF + GroupBias.apply(b_EF.type_as(y_RF), self.choice)
+
+    def sort(self, x_NKD):
+        return Gather.apply(x_NKD.flatten(0, 1), self.pair, self.row[:, None])
+
+    def restore(self, y_RD):
+        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.row_NK.shape, -1)
+        return y_NKD.masked_fill(self.is_empty_NK[:, :, None], 0)
+
+    def combine(self, y_RD):
+        return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
+
+
+def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_head):
+    """A norm's gain g and bias c go into the map: (n*g + c) @ w + b = n @ (g*w) + (c@w + b), so
+    that one n serves all blocks. Three products: one would copy their gradients into one tensor."""
+    n = F.layer_norm(x, x.shape[-1:])
+    b_PF = torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
+    w_PDF = gain_PD[:, :, None] * w_PDF
+    w = w_PDF.unflatten(2, (3, -1)).permute(2, 0, 3, 1).flatten(1, 2)        # (3, P*D, D)
+    b = b_PF.unflatten(1, (3, -1)).transpose(0, 1).flatten(1)                # (3, P*D)
+    heads = len(gain_PD) * n_head
+    return [F.linear(n, w[i], b[i]).unflatten(2, (heads, -1)).transpose(1, 2) for i in range(3)]
+
+
+def order_by_choice(choice, n_choices):
+    """-> pair = choice.argsort(stable=True), row = pair.argsort(), and where the rows of each
+    choice end (int32). Counting is faster than sorting."""
+    chose_ER = choice == torch.arange(n_choices, device=choice.device)[:, None]
+    count_ER = chose_ER.flatten().cumsum(0, dtype=torch.int32).view_as(chose_ER)
+    row = count_ER.gather(0, choice[None])[0].long() - 1  # pairs before: lower choice, or earlier
+    pair = torch.empty_like(row).scatter(0, row, torch.arange(len(row), device=row.device))
+    return pair, row, count_ER[:, -1].contiguous()
+
+
+class Gather(torch.autograd.Function):
+    """x[index], with a faster gradient: it gathers, where torch would add up row by row. For each
+    of x's M rows, readers (M, J) lists the rows of the result that were read from it; -1: none."""
+    @staticmethod
+    def forward(ctx, x, index, readers):
+        ctx.save_for_backward(readers)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        readers, = ctx.saved_tensors
+        rows = grad.index_select(0, readers.clamp(min=0).flatten()).view(*readers.shape, -1)
+        return rows.masked_fill(readers[:, :, None] < 0, 0).sum(1), None, None
+
+
+class GroupBias(torch.autograd.Function):
+    """b[choice], with a faster gradient: a matrix product sums over the rows of each choice."""
+    @staticmethod
+    def forward(ctx, b_EF, choice):
+        ctx.save_for_backward(choice)
+        ctx.n_choices = len(b_EF)
+        return b_EF.index_select(0, choice)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        choice, = ctx.saved_tensors
+        chose_ER = torch.arange(ctx.n_choices, device=choice.device)[:, None] == choice
+        return chose_ER.to(grad_RF.dtype) @ grad_RF, None
+
+
+def grouped_mm(x_RD, w_EDF, ends_E):
+    """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends; 0 in rows after the
+    last. Autocasts by hand. A loop serves float64, float16, float32 on a GPU or compiled, and
+    widths off 16 bytes."""
+    if torch.is_autocast_enabled(x_RD.device.type):
+        dtype = torch.get_autocast_dtype(x_RD.device.type)
+        x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
+    cpu_float32 = x_RD.dtype == torch.float32 and x_RD.is_cpu and not torch.compiler.is_compiling()
+    bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
+    aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
+    if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    *parts, rest = x_RD.split([*sizes, len(x_RD) - sum(sizes)])
+    zeros = x_RD.new_zeros(len(rest), w_EDF.size(2))
+    return torch.cat([*(x @ w for x, w in zip(parts, w_EDF)), zeros])
+
+
+class GroupedProduct(torch.autograd.Function):
+    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
+    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most.
+    Rows after the last group are not computed; torch leaves them undefined, here they are 0."""
+    @staticmethod
+    def forward(ctx, x_RD, w_EDF, ends_E):
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        return zero_rest(F.grouped_mm(x_RD, w_EDF, offs=ends_E), ends_E)
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        grad_RF = grad_RF.contiguous()
+        dx = zero_rest(F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), ends_E)
+        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
+        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
+        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
+        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
+        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
+
+
+def zero_rest(y_RF, ends_E):
+    is_rest = torch.arange(len(y_RF), device=y_RF.device) >= ends_E[-1]
+    return y_RF.masked_fill(is_rest[:, None], 0)
