@@ -28,7 +28,8 @@ Departures from the paper, and choices that it leaves open:
 - The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
   does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
 - We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
-  --stream --memory=T`, which gives `features` the same cache again). A token sees up to 2T tokens itself (5.1), N_L*T through N_L layers (3.2).
+  --stream --memory=T`, which gives `features` the same cache again). A token sees up to 2T tokens
+  itself (5.1), N_L*T through N_L layers (3.2).
 - Not given in the paper: LayerNorm, exact GELU, no biases, `init_weights`, `dropout`. An untied
   head follows from Table 4's counts. p(m) of Eq. 7 is a micro-batch's, as in IBM's release.
 
@@ -114,8 +115,8 @@ def stick_attend(q, k, v, first):
 
 
 def break_stick(q, k, v, size):
-    """`stick_attend` for all queries, `size` tokens at a time and without the keys after them. Backward
-    computes the weights again, so memory holds only those of one piece."""
+    """`stick_attend` for all queries, `size` tokens at a time and without the keys after them.
+    Backward computes the weights again, so memory holds only those of one piece."""
     if can_fuse(q, k, v):                                # the same in one kernel
         return fused(q, k, v)
     wide = torch.promote_types(k.dtype, torch.float32)
@@ -492,10 +493,10 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     return new, table
 
 
-try:                                     # the same results, faster on a GPU, while these are unedited
+try:                            # the same results, faster on a GPU, while they are unedited
     from plumbing.rows import faster
     Rows = faster(Rows)
-except ImportError:                      # a copy of this file needs nothing else
+except ImportError:             # a copy of this file needs nothing else
     pass
 
 surgeries = [insert_experts, absorb_inserted, prune_experts] # what tools/surgery.py offers

@@ -399,10 +399,10 @@ class MoEP(nn.Module):
         return total, total - idle
 
 
-try:                                     # the same results, faster on a GPU, while these are unedited
+try:                            # the same results, faster on a GPU, while they are unedited
     from plumbing.rows import faster
     Rows, project_all = faster(Rows), faster(project_all)
-except ImportError:                      # a copy of this file needs nothing else
+except ImportError:             # a copy of this file needs nothing else
     pass
 
 Config, Model = MoEPConfig, MoEP                         # what train.py looks for

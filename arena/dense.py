@@ -348,10 +348,10 @@ def head_loss(x, weight, targets, reduction):
     return loss.view_as(targets) if reduction == 'none' else loss
 
 
-try:                                     # the same results, faster on a GPU, while these are unedited
+try:                            # the same results, faster on a GPU, while they are unedited
     from plumbing.rows import faster
     Rows = faster(Rows)
-except ImportError:                      # a copy of this file needs nothing else
+except ImportError:             # a copy of this file needs nothing else
     pass
 
 Config, Model = DenseConfig, Dense                       # what train.py looks for
