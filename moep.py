@@ -129,12 +129,13 @@ class Rows:
     def pick(self, x_NED):                               # a token's row of all E -> rows
         return x_NED[self.token, self.choice]
 
-    def own(self, g_ED):                                 # each row gets the vector of its choice
-        return g_ED[self.choice]
-
     def linear(self, x_RD, w_EDF, b_EF):                 # x_RD @ w_EDF[choice] + b_EF[choice]
         y_RF = torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
         return y_RF + b_EF[self.choice].type_as(y_RF)
+
+    def norm_linear(self, x_RD, gain_ED, bias_ED, w_EDF, b_EF):      # each choice has its own norm
+        n_RD = F.layer_norm(x_RD, x_RD.shape[-1:]) * gain_ED[self.choice] + bias_ED[self.choice]
+        return self.linear(n_RD, w_EDF, b_EF)
 
     def combine(self, y_RD):                             # rows -> the gated sum of each token's
         y_RD = self.gate[:, None] * y_RD
@@ -178,9 +179,8 @@ class ParallelLayer(nn.Module):
         rows = Rows(gate_NK, choice_NK, P, self.config.sparse)
         att_RD = self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
         x_RD = rows.spread(x_ND) + att_RD
-        n_RD = F.layer_norm(x_RD, x.shape[-1:])
-        n_RD = n_RD * rows.own(self.ln_2_gain) + rows.own(self.ln_2_bias)
-        h_RF = activate(rows.linear(n_RD, self.fc, self.fc_bias), self.config.swiglu)
+        h_RF = rows.norm_linear(x_RD, self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
+        h_RF = activate(h_RF, self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
         update_ND = rows.combine(att_RD + ffn_RD)
         return x + update_ND.view_as(x), losses

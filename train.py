@@ -48,10 +48,10 @@ class Data:
     """The training text, of one data set or of several end to end, and the windows of every step.
 
     Each epoch cuts the text into windows at a random offset, and shuffles them. All epochs keep the
-    same number of windows, so the seed and the step tell which ones a step reads. Nothing here
-    changes during a run: a resumed run needs only its step, and `data.windows(700)` shows what
-    comes after 700 steps. With `stream` the windows stay in order: row r of every step reads the
-    r-th part of the text. The text stays on disk, as memory maps of the bins."""
+    same number of windows, so with the same settings the seed and the step tell which ones a step
+    reads. Nothing here changes during a run: a resumed run needs only its step, and
+    `data.windows(700)` shows what comes after 700 steps. With `stream` the windows stay in order:
+    row r of every step reads the r-th part of the text. The text stays on disk, as memory maps."""
 
     def __init__(self, s, folders, scored, tokenizer, seq_len, machine):
         self.s, self.machine, self.tokenizer = s, machine, tokenizer
@@ -334,7 +334,8 @@ def run(s, module, keys, machine):
             is_last = it >= steps
             stop = asked_to_stop(caught, it, s, machine)
             due = lambda interval: is_last or it % interval == 0
-            kept = [words for words in s.checkpoint_words if it == int(words / data.words_per_step)]
+            kept = [words for words in s.checkpoint_words
+                    if it == max(1, int(words / data.words_per_step))]
             must_save = due(s.save_interval) or stop
             if due(s.log_interval) or kept or must_save:
                 check_finite(mean, norm, it, out)

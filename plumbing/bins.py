@@ -19,7 +19,7 @@ def load_bin(folder, split):
 
 def read_windows(bins, starts, length, pinned=False):
     """(N,) places in a list of bins, end to end -> (N, length) int64 ids. A window may run on into
-    the next bin. Nothing else is read from disk. pinned: in memory that a GPU can read by itself."""
+    the next bin. Nothing else is read from disk. pinned: in memory that a GPU reads by itself."""
     begins = np.cumsum([0, *map(len, bins)])
     windows = torch.empty(len(starts), length, dtype=torch.int64, pin_memory=pinned)
     for window, start in zip(windows.numpy(), starts):
@@ -30,7 +30,7 @@ def read_windows(bins, starts, length, pinned=False):
 
 def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, world=1):
     """x, y of windows with seq_len targets that cover every token but the first exactly once, or
-    the first eval_tokens; this process's share of them. y is -1 where nothing is to be predicted."""
+    the first eval_tokens; this process's share of them. y is -1 where there is no target."""
     seq_len = min(seq_len, len(tokens))
     starts = np.arange(0, len(tokens) - 1, seq_len)
     if eval_tokens:

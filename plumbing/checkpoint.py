@@ -15,7 +15,7 @@ from plumbing.tokenizer import load_tokenizer
 # ---- Checkpoints --------------------------------------------------------------------------------
 
 def write_checkpoint(path, model, weights, s, tokenizer, **state):
-    """What rebuilds the model. state: whatever else its reader needs, such as `iter` and `words`."""
+    """What rebuilds the model. state: whatever else a reader needs, such as `iter` and `words`."""
     ckpt = dict(
         model=s.model, config=asdict(model.config), settings=asdict(s), weights=weights,
         tokenizer=tokenizer.hash, adapted=getattr(model, 'adapted', []),     # see tools/lora.py
@@ -128,7 +128,7 @@ def find_run(out, s, keys, machine):
         raise UserError(f'{out} is a data set: set another --out_dir')
     if s.max_iters == 0 or s.overwrite or not any(out.glob('ckpt*.pt')):
         if s.resume and s.max_iters != 0:
-            machine.say(f'resume    there is no run in {out}: a new one begins')
+            machine.say(f'resume    there is no checkpoint in {out} yet: a new run begins')
         return None
     if not s.resume:
         raise UserError(f'{out} already holds a run: add --resume to continue it, --overwrite to '

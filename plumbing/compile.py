@@ -1,4 +1,4 @@
-"""torch.compile, one layer class at a time; and layers whose activations backward computes again."""
+"""torch.compile, one layer class at a time; layers whose activations backward computes again."""
 
 import copy
 import types

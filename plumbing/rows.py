@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plumbing.settings import code_of
 
 # Checksums of the plain forms for which the fast ones below stand (tests/test_rows.py prints them)
-KNOWN = {2116543819, 1904807081, 2564624026, 2766329615}
+KNOWN = {3428594259, 1904807081, 2564624026, 2766329615}
 
 
 def faster(plain):
@@ -60,12 +60,13 @@ class Rows:
         row_NE = self.row.new_full((N, E), -1).scatter(1, self.choice_NK, self.row_NK)
         return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, row_NE.view(-1, 1))
 
-    def own(self, g_ED):
-        return GroupBias.apply(g_ED, self.choice)
-
     def linear(self, x_RD, w_EDF, b_EF=None):
         y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
         return y_RF if b_EF is None else y_RF + GroupBias.apply(b_EF.type_as(y_RF), self.choice)
+
+    def norm_linear(self, x_RD, gain_ED, bias_ED, w_EDF, b_EF):
+        w_EDF, b_EF = fold(gain_ED, bias_ED, w_EDF, b_EF)
+        return self.linear(F.layer_norm(x_RD, x_RD.shape[-1:]), w_EDF, b_EF)
 
     def sort(self, x_NKD):
         return Gather.apply(x_NKD.flatten(0, 1), self.pair, self.row[:, None])
@@ -78,12 +79,16 @@ class Rows:
         return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
 
 
+def fold(gain_PD, bias_PD, w_PDF, b_PF):
+    """Put a norm's gain g and bias c into the map: (n*g + c) @ w + b = n @ (g*w) + (c@w + b)"""
+    return gain_PD[:, :, None] * w_PDF, torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
+
+
 def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_head):
-    """A norm's gain g and bias c go into the map: (n*g + c) @ w + b = n @ (g*w) + (c@w + b), so
-    that one n serves all blocks. Three products: one would copy their gradients into one tensor."""
+    """One normalised x serves all blocks. Three products, because the gradients of one would be
+    copied into one tensor."""
     n = F.layer_norm(x, x.shape[-1:])
-    b_PF = torch.einsum('pd,pdf->pf', bias_PD, w_PDF) + b_PF
-    w_PDF = gain_PD[:, :, None] * w_PDF
+    w_PDF, b_PF = fold(gain_PD, bias_PD, w_PDF, b_PF)
     w = w_PDF.unflatten(2, (3, -1)).permute(2, 0, 3, 1).flatten(1, 2)        # (3, P*D, D)
     b = b_PF.unflatten(1, (3, -1)).transpose(0, 1).flatten(1)                # (3, P*D)
     heads = len(gain_PD) * n_head

@@ -29,7 +29,7 @@ class Settings:
     seed: int = 42                         # for weights, dropout and the order of the data
     seeds: list = field(default_factory=list)   # 1,2,3: a run for each, in out_dir/seed_1, ...
     # what is read
-    data: str = 'toy_stories'              # a folder of data_dir, or several, end to end: a,b
+    data: str = 'toy_stories'              # folders of data_dir; a,b are joined and shuffled
     data_dir: str = 'data'                 # where prepare.py put them
     seq_len: int | None = None             # tokens per window; the model's block_size if not given
     stride: int | None = None              # tokens between window starts; seq_len if not given
