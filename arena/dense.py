@@ -13,7 +13,7 @@ With n_expert > 1 every FFN becomes E experts, of which each token takes K (fine
 2024, "DeepSeekMoE"); all tokens take `n_shared` more. The width of an expert makes the arithmetic
 equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
-What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast paths", the last
+What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast path", the last
 section: where it is used, a comment says in plain code what it computes.
 Measured on the toy stories (0.5M tokens, three seeds, each at the rate its sweep chose): dense loss
 1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
