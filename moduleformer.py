@@ -455,20 +455,12 @@ def count_usage(model, batches):
     return usage
 
 
-class PruneTable(list):
-    """One dict per pool: its name, modules before, after. `left`: the share of parameters left."""
-    def __str__(self):
-        head = f'pruned    {100 * self.left:.1f}% of the parameters are left; modules that stayed:'
-        rows = [f"          {row['layer']:14}{row['after']:4} of {row['before']}" for row in self]
-        return '\n'.join([head, *rows])
-
-
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
-    """Sections 4.2 and 5.3: remove rarely used modules -> (model, PruneTable). A module goes if its
-    count, divided by its pool's largest (`max`) or total (`sum`), is below the threshold; the K
-    most used always stay. `usage` comes from count_usage; without it, `batches`, a list of (idx,
-    targets), are counted. Gates that stay grow: the softmax has fewer terms. Nothing in the result
-    is frozen."""
+    """Sections 4.2 and 5.3: remove rarely used modules -> the model, and for each pool how many it
+    had and has. A module goes if its count, divided by its pool's largest (`max`) or total (`sum`),
+    is below the threshold; the K most used always stay. `usage` comes from count_usage; without it,
+    `batches`, a list of (idx, targets), are counted. Gates that stay grow, because the softmax has
+    fewer terms. Nothing in the result is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     model = absorb_inserted(model)
@@ -478,7 +470,7 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
              for name, module in model.named_modules() if isinstance(module, model.router)}
     if pools != {pool: len(count) for pool, count in usage.items()}:
         raise ValueError('usage is not of this model: layers or numbers of modules differ')
-    table = PruneTable()
+    table = []
     sizes = dict(att=[], ffd=[])                         # modules that stay, layer by layer
     staying = {}                                         # {pool: which}
     for pool, before in pools.items():                   # blocks.0.att, blocks.0.ffd, ...
@@ -489,7 +481,6 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
         sizes[pool.rsplit('.', 1)[1]].append(len(staying[pool]))
         table.append(dict(layer=pool, before=before, after=len(staying[pool])))
     new = rebuild_with(model, model.state_dict(), staying, n_att=sizes['att'], n_ffd=sizes['ffd'])
-    table.left = new.count_params()[0] / model.count_params()[0]
     return new, table
 
 

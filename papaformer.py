@@ -7,39 +7,31 @@ wider model, whose width is the sum of theirs, and that model is trained on text
 
     Layer Block (256) -> shrink to 128 -> [k blocks of 128 -> Connection] x 3 -> grow -> Layer Block
 
-Every block of a parallel layer runs on every token: unlike a sparse mixture, it saves no
-computation. The variants differ in the Connection, which joins the blocks' outputs. `share`
-concatenates them and maps them to the width of a path (after the last layer to 256, so it has no
-`grow`). `gumbel1` and `gumbel2` have a router: for each token it picks one path's output or a
-linear mix of all. gumbel1's router reads that mix, gumbel2's the concatenation. `n_parallel=0`
-makes a plain LLaMA: a baseline, or a path. A composed model does not start from what its paths
-knew: its first layers, shrink and connections are new.
+Every block runs on every token, so unlike a sparse mixture this saves no computation. A Connection
+joins the outputs of the k blocks. `share` maps their concatenation to the width of a path (after
+the last layer to 256, so it needs no `grow`). With `gumbel1` and `gumbel2` each token takes one
+path's output, or a linear mix of all. A composed model does not start from what its paths knew,
+because its first layers, shrink and Connections are new. `n_parallel=0` makes a plain LLaMA.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
 Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
-and 3.114 nats, a dense LLaMA of width 192, in as many steps as paths and composed model together,
-2.241 and 2.595 (docs/results.md).
+and 3.114 nats. A dense LLaMA of width 192 reaches 2.241 and 2.595 in as many steps as the paths and
+the composed model take together.
 
-Departures from the paper, and gaps it leaves (docs/papaformer.md lists smaller ones):
-- The text wants auxiliary losses that keep each token's choice open and spread the load. Eq. 8 and
-  9 as printed do the opposite when minimised, and leave out the mix. `aux_form` chooses: `intended`
-  follows the text, `printed` the printed signs, `released` the authors' code: Eq. 8 as intended,
-  Eq. 9 as printed, both from the sampled one-hot weights. All count the mix as one of k+1 choices.
-  Train with `loss + 0.01 * (aux['entropy'] + aux['load'])`; with `share`, `aux` is empty.
-- In eval mode our routers take the best choice, so results can be repeated; the release samples.
-- Table 2's FFN sizes contradict its parameter counts. An FFN of 8/3 of the width, rounded up to
-  32s, and an output projection in attention fit the counts within 2%. The release has 4 times
-  the width and no projection.
-- Section 3.4.1 has 3 Layer Blocks and 2 parallel layers; Table 2, the release and we have 2 and 3.
-- `share` also joins paths of different widths (the paper's future work): each then has its own map.
-- The paper gives no initialisation; the release uses 0.02. Our Connections preserve the scale.
+Departures that change a number (docs/papaformer.md has all of them):
+- The text wants undecided tokens and an even load. Eq. 8 and 9 as printed reward the opposite, and
+  leave out the mix, which we count as one of k+1 choices. `aux_form` selects the text's form, the
+  printed one or the authors' code. Train with `loss + 0.01 * (aux['entropy'] + aux['load'])`.
+- In eval mode a token takes the best choice. The authors' code samples.
+- Table 2's FFN sizes contradict its parameter counts. 8/3 of the width fits the counts.
 
-Dimension letters: B batch, T sequence, D width (d_L: Layer Block, d': path), H heads, k paths.
+Dimension letters: B batch, T sequence, N = B*T tokens, D width (d_L: Layer Block, d': path),
+H heads, d width of a head, k paths.
 """
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn as nn
@@ -62,7 +54,7 @@ class PaPaformerConfig:
     temperature: float = 1.0       # of the Gumbel-softmax
     hard: bool = True              # one choice per token, straight-through gradient; False: soft
     aux_form: str = 'intended'     # form of the auxiliary losses: intended | printed | released
-    attn_out_proj: bool = True     # output projection in attention (the release has none)
+    attn_out_proj: bool = True     # output projection in attention (the authors' code has none)
     rope_base: float = 10000.0     # of the rotary positions: larger turns more slowly
     norm_eps: float = 1e-5         # added to the mean square in RMSNorm
     dropout: float = 0.0           # in the parallel blocks (in all blocks if n_parallel = 0)
@@ -70,8 +62,8 @@ class PaPaformerConfig:
     def __post_init__(self):
         assert self.connection in ('share', 'gumbel1', 'gumbel2'), \
             f"connection is '{self.connection}'; it can be share, gumbel1 or gumbel2"
-        assert self.aux_form in ('intended', 'printed', 'released'), \
-            f"aux_form is '{self.aux_form}'; it can be intended, printed or released"
+        assert self.aux_form in SIGNS, \
+            f"aux_form is '{self.aux_form}'; it can be {', '.join(SIGNS)}"
         assert len(self.path_embd) == len(self.path_head), 'path_head needs one entry per path'
         assert self.connection == 'share' or len(set(self.path_embd)) == 1, \
             f"{self.connection} adds the paths' outputs: path_embd must be equal, or use 'share'"
@@ -80,22 +72,23 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection takes the outputs of a layer's k blocks -> inputs of the next blocks, dict of losses.
+# A Connection maps the outputs of a layer's k blocks to the inputs of the next blocks, and losses.
 
 class Share(nn.Module):
-    """Share-Linear (Fig. 3): one linear map of the concatenated outputs; all next blocks read its
-    result. If their `widths` differ, each has its own map. `shrink` and `grow` are Shares, too."""
+    """Share-Linear (Fig. 3): one linear map of the concatenated outputs. All next blocks read its
+    result; if their `widths` differ, each has its own map. `shrink` and `grow` are Shares, too."""
     def __init__(self, d_in, widths):
         super().__init__()
         self.n_next = len(widths)
         if len(set(widths)) == 1:
             widths = widths[:1]                          # equal widths: one map for all
-        self.maps = nn.ModuleList(nn.Linear(d_in, d, bias=False) for d in widths)
+        std = 1 / math.sqrt(d_in)                        # replaces the stream, keeps its size
+        self.maps = nn.ModuleList(linear(d_in, d, std) for d in widths)
 
     def forward(self, outputs):
         y = torch.cat(outputs, -1)                       # (B, T, sum of their widths), Eq. 1
         # Under autocast the product is bfloat16; the residual stream stays float32.
-        inputs = [linear(y).type_as(y) for linear in self.maps]
+        inputs = [linear_map(y).type_as(y) for linear_map in self.maps]
         if len(inputs) == 1:
             inputs = inputs * self.n_next                # all next blocks read the same tensor
         return inputs, {}
@@ -114,7 +107,7 @@ class Gumbel(nn.Module):
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
         self.router_reads_mix = config.connection == 'gumbel1'
-        self.combine = nn.Linear(k * d, d, bias=False)
+        self.combine = linear(k * d, d, std=1 / math.sqrt(k * d))
         d_router = d if self.router_reads_mix else k * d                     # Table 1
         self.router = Router(d_router, k + 1, config)
 
@@ -122,45 +115,49 @@ class Gumbel(nn.Module):
         joined = torch.cat(outputs, -1)                                      # (B, T, k*d'), Eq. 1
         mix = self.combine(joined).type_as(joined)                           # (B, T, d'), Eq. 2, 6
         router_input = mix if self.router_reads_mix else joined
-        pi, losses = self.router(router_input)                               # (B, T, k+1), Eq. 4, 5
+        gates, _, losses = self.router(router_input.flatten(0, 1))           # (N, k+1)
+        pi = gates.view(*mix.shape[:2], -1)                                  # (B, T, k+1), Eq. 4, 5
         y = sum(p * f for p, f in zip(pi.split(1, -1), [*outputs, mix]))     # (B, T, d'), Eq. 3, 7
         return [y] * len(outputs), losses
 
 
 class Router(nn.Module):
-    """Scores k+1 choices per token, the k paths and their mix -> weights (B, T, k+1), losses."""
+    """Scores k+1 choices per token, the k paths and their mix -> gates (N, k+1), which are pi;
+    choices (N, k+1); losses. A token keeps all k+1 choices, because pi has a gradient for each of
+    them, even where it is 0."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
-        self.linear = nn.Linear(d, n_choices, bias=False)
+        self.linear = linear(d, n_choices)
 
     def forward(self, x):
         c = self.config
         with torch.autocast(x.device.type, enabled=False):   # in bfloat16 close scores would tie
-            logits = self.linear(x.to(self.linear.weight.dtype))
+            score = self.linear(x.to(self.linear.weight.dtype))
             if self.training:
-                pi = F.gumbel_softmax(logits, c.temperature, c.hard)
+                pi = F.gumbel_softmax(score, c.temperature, c.hard)
             elif c.hard:
-                pi = F.one_hot(logits.argmax(-1), logits.size(-1)).to(logits.dtype)
+                pi = F.one_hot(score.argmax(-1), score.size(-1)).to(score.dtype)
             else:
-                pi = (logits / c.temperature).softmax(-1)
-            return pi, routing_losses(logits, pi, c.aux_form)
+                pi = (score / c.temperature).softmax(-1)
+            losses = routing_losses(score, pi, c.aux_form)
+        choices = torch.arange(pi.size(-1), device=x.device).expand_as(pi)
+        return pi, choices, losses
 
 
-def routing_losses(logits, sampled, form):
-    """Eq. 8: the entropy of a token's choice, high while it is open. Eq. 9: that of the load, high
-    if all k+1 choices are used equally. The text wants both high, so `intended` returns minus each.
-    (`released` uses `sampled`, the weights in use. If they are one-hot, a token's entropy is 0, but
-    its straight-through gradient is not.)"""
-    pi = sampled if form == 'released' else logits.softmax(-1)            # (B, T, k+1)
-    load = pi.flatten(0, -2).mean(0)                                      # (k+1,) share of each
-    token_entropy = -(pi * (pi + 1e-8).log()).sum(-1).mean()              # Eq. 8; 1e-8 as released
-    load_entropy = -(load * (load + 1e-8).log()).sum()                    # Eq. 9
-    if form == 'intended':
-        return dict(entropy=-token_entropy, load=-load_entropy)
-    if form == 'released':
-        return dict(entropy=-token_entropy, load=load_entropy)
-    return dict(entropy=token_entropy, load=load_entropy)
+SIGNS = dict(intended=(-1, -1), printed=(1, 1), released=(-1, 1))        # of Eq. 8 and of Eq. 9
+
+
+def routing_losses(score, pi, form):
+    """Eq. 8 is the entropy of a token's choice, high while the token is undecided. Eq. 9 is the
+    entropy of the load, high if all k+1 choices are used equally. The text wants both high, so
+    `intended` minimises minus each. `released` measures pi itself. If pi is one-hot, a token's
+    entropy is 0, but its straight-through gradient is not."""
+    entropy = lambda p: -(p * (p + 1e-8).log()).sum(-1)  # 1e-8 as released: log(0) is -inf
+    prob = pi if form == 'released' else score.softmax(-1)               # (N, k+1)
+    load = prob.mean(0)                                                  # (k+1,) share of each
+    sign_8, sign_9 = SIGNS[form]
+    return dict(entropy=sign_8 * entropy(prob).mean(), load=sign_9 * entropy(load))
 
 
 class ParallelLayer(nn.Module):
@@ -178,23 +175,33 @@ class ParallelLayer(nn.Module):
         else:
             self.connection = Gumbel(c)                  # after the last layer, `grow` maps to d_L
 
-    def forward(self, inputs, past, cache):
-        outputs = [block(x, past, cache) for block, x in zip(self.blocks, inputs)]
+    def forward(self, inputs, tables, cache):
+        outputs = [block(x, tables, cache) for block, x in zip(self.blocks, inputs)]
         return self.connection(outputs)
 
 
 # ---- The LLaMA block, for Layer Blocks, parallel blocks and paths --------------------------------
 
-def rope(x, past, base=10000.0):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
-    half = x.size(-1) // 2
-    wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
-    position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
-    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
+def linear(d_in, d_out, std=0.02):
+    """A linear map without a bias, its weights drawn with this standard deviation."""
+    new = nn.Linear(d_in, d_out, bias=False)
+    nn.init.normal_(new.weight, std=std)
+    return new
+
+
+def rotary(position, d, base=10000.0):
+    """Rotary positions: the angles by which the d/2 pairs of channels of a head turn, as a table of
+    cosines and a table of sines, (T, d/2) each. Positions (T,) are float32 or wider, because
+    bfloat16 cannot tell large ones apart."""
+    pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
+    frequency = base ** (-pair / (d // 2))
+    angle = position[..., None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, table):
+    """Turn (B, H, T, d) heads: channels i and i + d/2 are a pair."""
+    cos, sin = table
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -222,24 +229,26 @@ class Block(nn.Module):
     def __init__(self, config, layer, d, n_head, hidden, dropout):
         super().__init__()
         hidden = hidden or math.ceil(8 * d / 3 / 32) * 32
-        self.n_head = n_head
-        self.rope_base = config.rope_base
+        # As in GPT-2, what adds to the residual stream, twice per layer, starts smaller.
+        small = 0.02 / math.sqrt(2 * (config.n_layer + config.n_parallel))
         self.layer = layer
+        self.n_head = n_head
+        self.d_head = d // n_head
         self.norm_1 = nn.RMSNorm(d, eps=config.norm_eps)
         self.norm_2 = nn.RMSNorm(d, eps=config.norm_eps)
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.proj = nn.Linear(d, d, bias=False) if config.attn_out_proj else nn.Identity()
-        self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
-        self.down = nn.Linear(hidden, d, bias=False)
+        self.qkv = linear(d, 3 * d)
+        self.proj = linear(d, d, small) if config.attn_out_proj else nn.Identity()
+        self.fc = linear(d, 2 * hidden)                  # gate and up
+        self.down = linear(hidden, d, small)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, past, cache):
+    def forward(self, x, tables, cache):
         B, T, D = x.shape
         qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.n_head, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, d)
+        table = tables[self.d_head]
         dropout = self.dropout.p if self.training else 0.0
-        q, k = rope(q, past, self.rope_base), rope(k, past, self.rope_base)
-        y = attend(q, k, v, cache, self.layer, dropout)
+        y = attend(rotate(q, table), rotate(k, table), v, cache, self.layer, dropout)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         gate, up = self.fc(self.norm_2(x)).chunk(2, dim=-1)
         return x + self.dropout(self.down(F.silu(gate) * up))
@@ -255,6 +264,8 @@ class PaPaformer(nn.Module):
         before = c.n_layer // 2 if c.n_parallel else c.n_layer   # plain LLaMA: all are in `first`
         dropout = 0.0 if c.n_parallel else c.dropout
         full = (c.n_embd, c.n_head, c.ffn_hidden, dropout)       # the same for all Layer Blocks
+        heads = [(c.n_embd, c.n_head), *zip(c.path_embd, c.path_head)]
+        self.head_widths = sorted({d // n_head for d, n_head in heads})
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.first = nn.ModuleList(Block(c, i, *full) for i in range(before))
         self.parallel = nn.ModuleList(
@@ -267,20 +278,8 @@ class PaPaformer(nn.Module):
             if c.connection != 'share':                  # the last Share already maps to d_L
                 self.grow = Share(c.path_embd[0], [c.n_embd])
         self.norm_f = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
-        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self.init_weights()
-
-    def init_weights(self):
-        """Std 0.02; 1/sqrt(fan-in) where a map replaces the residual stream, to keep its size."""
-        depth = self.config.n_layer + self.config.n_parallel
-        for name, p in self.named_parameters():
-            std = 0.02
-            if '.maps.' in name or '.combine.' in name:
-                std = 1 / math.sqrt(p.size(1))
-            elif '.proj' in name or '.down' in name:     # what adds to the stream, twice per layer
-                std = 0.02 / math.sqrt(2 * depth)
-            if 'norm_' not in name:                      # norms are ones already
-                nn.init.normal_(p, std=std)
+        self.head = linear(c.n_embd, c.vocab_size)
+        nn.init.normal_(self.wte.weight, std=0.02)
 
     def features(self, idx, cache=None):
         """(B, T) token ids -> final-norm states (B, T, D), auxiliary losses summed over layers."""
@@ -290,20 +289,23 @@ class PaPaformer(nn.Module):
             raise ValueError(
                 f'{length} tokens are more than the block_size of {self.config.block_size}')
         x = self.wte(idx)                                # (B, T, d_L)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        position = torch.arange(past, length, device=x.device, dtype=wide)
+        tables = {d: rotary(position, d, self.config.rope_base) for d in self.head_widths}
         aux = {}
         for block in self.first:
-            x = block(x, past, cache)
+            x = block(x, tables, cache)
         if self.config.n_parallel:
             inputs, _ = self.shrink([x])                 # k times (B, T, d')
             for layer in self.parallel:
-                inputs, losses = layer(inputs, past, cache)
+                inputs, losses = layer(inputs, tables, cache)
                 for name, loss in losses.items():
                     aux[name] = aux.get(name, 0) + loss
             if self.config.connection != 'share':
                 inputs, _ = self.grow(inputs[:1])        # all k are the same tensor
             x, = inputs                                  # (B, T, d_L)
         for block in self.last:
-            x = block(x, past, cache)
+            x = block(x, tables, cache)
         return self.norm_f(x), aux
 
     def logits(self, x):
@@ -344,7 +346,8 @@ class PaPaformer(nn.Module):
             for name, module in self.named_modules():
                 if isinstance(module, Router):
                     def record(router, args, result, name=name.removesuffix('.connection.router')):
-                        routes[name] = result[0]         # pi
+                        pi, _, _ = result
+                        routes[name] = pi.view(*idx.shape, -1)
                     hooks.enter_context(module.register_forward_hook(record))
             self.features(idx)
         return routes
@@ -355,33 +358,34 @@ class PaPaformer(nn.Module):
         return total, total - self.wte.weight.numel()
 
 
-# ---- Surgery, and which path is used -------------------------------------------------------------
+# ---- Surgery -------------------------------------------------------------------------------------
 
 def compose(paths, **settings):
     """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
     width is the sum of theirs. Embedding and head are concatenated along the width, in the order of
     the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
-    new config that do not follow from the paths. By default block_size and dropout are the largest
-    of the paths', n_head is the sum of theirs, and the others are the config's defaults."""
+    new config that do not follow from the paths. By default it has two Layer Blocks with as many
+    heads as all paths together, and the largest block_size and dropout of the paths."""
     configs = [path.config for path in paths]
-    for name in ('vocab_size', 'n_layer', 'attn_out_proj', 'rope_base', 'norm_eps'):
+    first = configs[0]
+    alike = ('vocab_size', 'attn_out_proj', 'rope_base', 'norm_eps')
+    for name in ('n_layer', *alike):
         values = [getattr(c, name) for c in configs]
         assert len(set(values)) == 1, f'the paths differ in {name}: {values}'
     assert not any(c.n_parallel for c in configs), 'a path has no parallel layers (n_parallel=0)'
-    default = dict(block_size=max(c.block_size for c in configs),
-                   dropout=max(c.dropout for c in configs),
-                   n_head=sum(c.n_head for c in configs))
-    fixed = dict(vocab_size=configs[0].vocab_size,
-                 attn_out_proj=configs[0].attn_out_proj,
-                 rope_base=configs[0].rope_base,
-                 norm_eps=configs[0].norm_eps,
-                 n_embd=sum(c.n_embd for c in configs),
-                 n_parallel=configs[0].n_layer,
+    usual = dict(n_layer=2,
+                 n_head=sum(c.n_head for c in configs),
+                 ffn_hidden=None,
+                 block_size=max(c.block_size for c in configs),
+                 dropout=max(c.dropout for c in configs))
+    fixed = dict(n_embd=sum(c.n_embd for c in configs),
+                 n_parallel=first.n_layer,
                  path_embd=[c.n_embd for c in configs],
                  path_head=[c.n_head for c in configs],
                  path_ffn_hidden=[path.first[0].down.in_features for path in paths])
-    assert not settings.keys() & fixed.keys(), f'{[*fixed]} follow from the paths'
-    config = type(configs[0])(**{**default, **settings, **fixed})
+    given = settings.keys() & {*alike, *fixed}
+    assert not given, f"{', '.join(sorted(given))} cannot be set: the paths decide"
+    config = replace(first, **usual | settings, **fixed)
     model = type(paths[0])(config).to(paths[0].wte.weight)   # as the paths: class, device, dtype
     with torch.no_grad():
         model.wte.weight.copy_(torch.cat([path.wte.weight for path in paths], 1))
@@ -390,29 +394,6 @@ def compose(paths, **settings):
         for block, path in zip(layer.blocks, paths):
             block.load_state_dict(path.first[i].state_dict())
     return model
-
-
-@torch.no_grad()
-def path_usage(model, idx):
-    """Table 6 -> (B, layers): the path that each prompt's last token uses, counted from 0; k is the
-    mix. With Gumbel this is the router's choice. Share has no router: we take the path whose output
-    is most similar (cosine) to the Connection's result, and leave out the last layer, where their
-    widths differ. Call eval() first."""
-    share = model.config.connection == 'share'
-    if not share:
-        return torch.stack([pi[:, -1].argmax(-1) for pi in model.routes(idx).values()], 1)
-    used = []                                            # (B,) of each layer
-
-    def record(connection, args, result):
-        outputs, = args
-        inputs, _ = result
-        similar = [F.cosine_similarity(f[:, -1], x[:, -1], dim=-1) for f, x in zip(outputs, inputs)]
-        used.append(torch.stack(similar, -1).argmax(-1))
-    with ExitStack() as hooks:
-        for layer in model.parallel[:-1]:
-            hooks.enter_context(layer.connection.register_forward_hook(record))
-        model.features(idx)
-    return torch.stack(used, 1)
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

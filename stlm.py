@@ -2,35 +2,25 @@
 Super Tiny Language Models (Guertler, Hillier et al. 2024, "Super Tiny Language Models").
 
 A LLaMA-style Transformer of 56M parameters (the paper: 50M), and two ways to make it smaller:
-- Bytes (section 5.2). Nearly half of the baseline is its table of 50,257 embeddings. Here, a BPE
+- Bytes (section 5.2). Nearly half of the baseline is its table of 50,257 embeddings. Here a BPE
   tokenizer only marks where chunks of bytes begin and end. A small encoder turns each chunk into
   one vector, the core is causal over chunks, and a small decoder spells the next chunk:
     bytes -> [encoder: in a chunk] -> mean -> [core: over chunks] -> [decoder: in a chunk] -> bytes
 - Shared weights (section 5.1). All layers, or each group of `share_group` layers, use one FFN
   (`share='ffn'`, as in MobiLlama) or one whole block (`share='all'`, as in ALBERT). `lora_rank`
-  gives each layer its own low-rank adapters. This saves parameters, not computation.
+  gives each layer its own low-rank adapters. Sharing saves parameters, not computation.
+Section 5.3 is stlm_depth.py. Section 5.4 changes the data and not the model (docs/stlm.md).
 
 What to look at first: `ByteEnds.embed`, `encode` and `spell`, then `Transformer.run_layers`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
 per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 with 57% (docs/results.md).
-Pause tokens and next thoughts (section 5.4) change the data, not the model: for next thoughts,
-prepare.py makes each sentence a chunk.
 
-A byte-level model reads and predicts symbols: bytes, end-of-chunk ($), end-of-text and padding (_).
-Every chunk takes L = byte_limit + 1 slots. If L = 5, the token 'cats!' is |c a t s $|! $ _ _ _|: a
-token of more than byte_limit bytes becomes several chunks. End-of-text is a chunk of its own, with
-no $. The model predicts $ like a byte, but never _: give _ the target -1 (train.py does). A symbol
-that a slot cannot hold has probability 0, so all possible chunks sum to 1; as a target: inf.
-
-Departures from the paper, and gaps it leaves:
-- Section 5.2 only says that the decoder resembles the encoder. The authors' code ("the release")
-  spells all bytes at once (`parallel`); our model then has 3.637 bits per byte. Our `causal` also
-  reads earlier bytes.
-- It gives the byte parts no width but "64 for example"; ours is 128. They have learned positions
-  and no dropout, and the table of symbols is also the head. A chunk's mean includes end-of-chunk.
-- The core first reads a learned vector, from which the first chunk of a window is predicted.
-- Table 1 gives no number of key and value heads. The release has 4 query heads to each.
-- The release has no dropout on the FFN branch, and no smaller start for maps into the stream.
+Departures that change a number (docs/stlm.md has all of them):
+- Of the decoder, the paper only says that it resembles the encoder. The authors' code spells all
+  bytes at once (`parallel`: 3.637 bits per byte). Our `causal` decoder also reads earlier bytes.
+- The byte parts are 128 wide (the paper: "64 for example") and have learned positions.
+- Table 1 gives no number of key and value heads. 4, as in the authors' code, make 55.9M parameters.
+- Under a dropout schedule (section 5.5) attention has no dropout.
 
 Dimension letters: B batch, T sequence (tokens, symbols or the core's vectors), C chunks, L slots of
 a chunk, D width, d width of the byte parts or of one head, H heads, V vocabulary.
@@ -55,7 +45,7 @@ class STLMConfig:
     n_embd: int = 512              # width
     ffn_hidden: int = 1536         # hidden width of SwiGLU
     dropout: float = 0.1           # on embeddings, attention and both residual branches
-    dropout_schedule: str = 'constant'     # section 5.5; `dropout_rate` below has the others
+    dropout_schedule: str = 'constant'     # section 5.5; `dropout_rates` below has the others
     dropout_phase: float = 0.5     # early: dropout before this part of the run; late: after it
     share: str = 'none'            # weights that layers have in common: none | ffn | all
     share_group: int = 0           # with share: how many layers in a row share; 0: all of them
@@ -88,20 +78,45 @@ class STLMConfig:
 
 # ---- The first idea: bytes at both ends of the core (section 5.2) --------------------------------
 
-class ByteEnds(nn.Module):
-    """Turns symbols into the core's input, its states into logits. For tokens: TokenEnds."""
+class TokenEnds(nn.Module):
+    """Turns tokens into the core's input, its states into logits. ByteEnds does so with bytes."""
     def __init__(self, config):
         super().__init__()
-        c = config
-        self.causal = c.decoder == 'causal'
-        self.slots = c.byte_limit + 1                    # L
-        self.n_start = 1     # the core reads `start` before the first chunk
-        self.end_of_chunk, self.end_of_text, self.padding = range(c.vocab_size - 3, c.vocab_size)
-        self.wte = nn.Embedding(c.vocab_size, c.byte_embd)     # of symbols; also the head
-        self.encoder, self.decoder = ChunkTransformer(c), ChunkTransformer(c)
-        self.pool = nn.Linear(c.byte_embd, c.n_embd, bias=False)
-        self.spread = nn.Linear(c.n_embd, self.slots * c.byte_embd, bias=False)
-        self.start = nn.Parameter(torch.empty(c.n_embd))
+        self.slots = 1                                   # a token is a chunk of one
+        self.n_start = 0
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)    # also the head
+        nn.init.normal_(self.wte.weight, std=0.02)
+
+    def embed(self, idx, cache):
+        return self.wte(idx)
+
+    def logits(self, states, idx):
+        return F.linear(states, self.wte.weight)
+
+    def loss(self, states, idx, targets, reduction):
+        return head_loss(states, self.wte.weight, targets, reduction)    # cross-entropy of logits
+
+
+class ByteEnds(nn.Module):
+    """Symbols are bytes, end-of-chunk ($), end-of-text and padding (_). Every chunk takes L =
+    byte_limit + 1 slots. If L = 5, the token 'cats!' is |c a t s $|! $ _ _ _|: a token of more than
+    byte_limit bytes becomes several chunks. End-of-text is a chunk of its own, without $.
+    The model predicts $ like a byte, but never _, so give _ the target -1 (train.py does). A symbol
+    that a slot cannot hold gets probability 0 (as a target it costs inf), so the probabilities of
+    all valid chunks sum to 1."""
+    def __init__(self, config):
+        super().__init__()
+        V, D, d = config.vocab_size, config.n_embd, config.byte_embd
+        self.causal = config.decoder == 'causal'
+        self.slots = config.byte_limit + 1               # L
+        self.n_start = 1                                 # the core reads `start` first
+        self.end_of_chunk, self.end_of_text, self.padding = V - 3, V - 2, V - 1
+        self.wte = nn.Embedding(V, d)                    # of symbols; also the head
+        nn.init.normal_(self.wte.weight, std=1 / math.sqrt(d))
+        self.encoder, self.decoder = ChunkTransformer(config), ChunkTransformer(config)
+        self.pool = linear(d, D, 0.02 / math.sqrt(d))    # about as large as embeddings of tokens
+        self.spread = linear(D, self.slots * d, 1 / math.sqrt(d * D))    # ... and of symbols
+        self.start = nn.Parameter(0.02 * torch.randn(D))
 
     def embed(self, idx, cache):
         """(B, T) -> (B, C + 1, D): the start, then C chunks. So the core's state c has read the
@@ -118,8 +133,8 @@ class ByteEnds(nn.Module):
         return F.pad(idx, (0, missing), value=self.padding).view(len(idx), -1, self.slots)
 
     def encode(self, chunks):
-        """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean,
-        padding left out, is the chunk's vector; only later chunks are predicted from it."""
+        """(B, C, L) symbols -> (B, C, D). The symbols of a chunk see each other. Their mean without
+        padding is the chunk's vector. Only later chunks are predicted from it."""
         visible = chunks != self.padding                 # (B, C, L)
         visible[:, :, 0] = True                          # so a chunk of padding has a mean, too
         mask = visible.flatten(0, 1)[:, None, None]      # (B * C, 1, 1, L)
@@ -144,7 +159,7 @@ class ByteEnds(nn.Module):
         return logits.masked_fill(~possible, -math.inf)
 
     def logits(self, states, idx):
-        """(B, T + 1, V) logits of symbols 0 to T; forward drops those of 0, which is no target."""
+        """(B, T + 1, V) logits of symbols 0 to T. Symbol 0 is no target, so forward drops it."""
         return self.spell(states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
 
     def loss(self, states, idx, targets, reduction):
@@ -161,59 +176,68 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = c = config
         group = c.share_group or c.n_layer               # how many layers in a row share
-        self.per_attention = group if c.share == 'all' else 1    # layers that use one attention
-        self.per_ffn = 1 if c.share == 'none' else group
-        n_att = math.ceil(c.n_layer / self.per_attention)    # FFN norms, too: 'ffn' shares none
-        n_ffn = math.ceil(c.n_layer / self.per_ffn)
-        self.attention = nn.ModuleList(
-            Attention(c.n_embd, c.n_head, c.n_kv_head) for _ in range(n_att))
-        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in range(n_att))  # the FFN's
-        self.ffn = nn.ModuleList(SwiGLU(c.n_embd, c.ffn_hidden) for _ in range(n_ffn))
-        to_adapt = {'fc': self.ffn[0].fc, 'down': self.ffn[0].down}     # only their shapes are used
+        own = [*range(c.n_layer)]                        # [0, 1, 2]: three layers, one part each
+        shared = [i // group for i in own]               # [0, 0, 1]: in groups of two
+        self.attention_of = shared if c.share == 'all' else own      # which one a layer uses
+        self.ffn_of = own if c.share == 'none' else shared
+        self.attention = nn.ModuleList(Attention(c) for _ in {*self.attention_of})
+        self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in {*self.attention_of})
+        self.ffn = nn.ModuleList(SwiGLU(c) for _ in {*self.ffn_of})
+        maps = dict(fc=self.ffn[0].fc, down=self.ffn[0].down)        # shared, so they get adapters
         if c.share == 'all':
-            to_adapt |= {'qkv': self.attention[0].qkv, 'proj': self.attention[0].proj}
+            maps |= dict(qkv=self.attention[0].qkv, proj=self.attention[0].proj)
         self.adapters = nn.ModuleList(
-            nn.ModuleDict({name: adapter(linear, c.lora_rank) for name, linear in to_adapt.items()})
+            nn.ModuleDict({name: adapter(shared, c.lora_rank) for name, shared in maps.items()})
             for _ in range(c.n_layer if c.lora_rank else 0))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
-        self.dropout = Dropout(c)
+        is_constant = c.dropout_schedule == 'constant'
+        self.dropout = nn.Dropout(c.dropout) if is_constant else ScheduledDropout()
 
     def run_layers(self, x, attend_in):
         """(B, T, D) -> final-norm states. attend_in(layer, q, k, v): attention of core or chunk."""
         x = self.dropout(x)
-        for i in range(self.config.n_layer):
-            a, f = i // self.per_attention, i // self.per_ffn    # 0 if all layers share
+        for i, (a, f) in enumerate(zip(self.attention_of, self.ffn_of)):
             adapters = self.adapters[i] if self.adapters else {}
             x = x + self.dropout(self.attention[a](x, adapters, attend_in, i))
             x = x + self.dropout(self.ffn[f](self.norm[a](x), adapters))
         return self.norm_f(x)
 
 
-def adapter(linear, rank):
-    """A low-rank map, zero at first, that a layer adds to a shared linear map."""
-    down = nn.Linear(linear.in_features, rank, bias=False)
-    up = nn.Linear(rank, linear.out_features, bias=False)
+def adapter(shared, rank):
+    """A low-rank map, zero at first, that a layer adds to a linear map that it shares."""
+    down = linear(shared.in_features, rank)
+    up = linear(rank, shared.out_features, std=0.0)
     return nn.Sequential(OrderedDict(down=down, up=up))
 
 
-def adapted(linear, x, adapters, name):
-    """linear(x), plus what the layer's own adapter of that name adds, if it has one."""
-    y = linear(x)
+def adapted(shared, x, adapters, name):
+    """shared(x), plus what the layer's own adapter of that name adds, if it has one."""
+    y = shared(x)
     return y + adapters[name](x) if name in adapters else y
 
 
-# ---- The plain parts: attention, FFN, the Transformer inside a chunk, dropout --------------------
+# ---- The plain parts: rotary positions, attention, FFN, the Transformer inside a chunk -----------
 
-def rope(x, past, base=10000.0):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
-    half = x.size(-1) // 2
-    wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
-    position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
-    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
+def linear(d_in, d_out, std=0.02):
+    """A linear map without a bias, its weights drawn with this standard deviation."""
+    new = nn.Linear(d_in, d_out, bias=False)
+    nn.init.normal_(new.weight, std=std)
+    return new
+
+
+def rotary(position, d, base=10000.0):
+    """Rotary positions: the angles by which the d/2 pairs of channels of a head turn, as a table of
+    cosines and a table of sines, (T, d/2) each. Positions (T,) are float32 or wider, because
+    bfloat16 cannot tell large ones apart."""
+    pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
+    frequency = base ** (-pair / (d // 2))
+    angle = position[..., None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, table):
+    """Turn (B, H, T, d) heads: channels i and i + d/2 are a pair."""
+    cos, sin = table
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -238,27 +262,29 @@ def attend(q, k, v, cache, layer, dropout):
 
 class Attention(nn.Module):
     """Grouped-query attention: n_head / n_kv_head query heads read each key and value head."""
-    def __init__(self, d, n_head, n_kv_head):
+    def __init__(self, config):
         super().__init__()
+        d, n_head, n_kv_head = config.n_embd, config.n_head, config.n_kv_head
         self.counts = (n_head, n_kv_head, n_kv_head)     # heads of queries, keys, values
         self.norm = nn.RMSNorm(d, eps=1e-6)
-        self.qkv = nn.Linear(d, sum(self.counts) * (d // n_head), bias=False)
-        self.proj = nn.Linear(d, d, bias=False)
+        self.qkv = linear(d, sum(self.counts) * (d // n_head))
+        self.proj = linear(d, d, 0.02 / math.sqrt(2 * config.n_layer))   # adds to the stream
 
     def forward(self, x, adapters, attend_in, layer):
         heads = adapted(self.qkv, self.norm(x), adapters, 'qkv')
-        heads = heads.view(*x.shape[:2], sum(self.counts), -1)
-        q, k, v = heads.transpose(1, 2).split(self.counts, 1)    # each (B, heads, T, d)
+        heads = heads.unflatten(-1, (sum(self.counts), -1)).transpose(1, 2)
+        q, k, v = heads.split(self.counts, 1)            # each (B, heads, T, d)
         y = attend_in(layer, q, k, v)
         return adapted(self.proj, y.transpose(1, 2).flatten(2), adapters, 'proj')
 
 
 class SwiGLU(nn.Module):
     """The FFN, without its norm: under share='ffn' each layer has a norm of its own."""
-    def __init__(self, d, hidden):
+    def __init__(self, config):
         super().__init__()
-        self.fc = nn.Linear(d, 2 * hidden, bias=False)   # gate and up
-        self.down = nn.Linear(hidden, d, bias=False)
+        d, hidden = config.n_embd, config.ffn_hidden
+        self.fc = linear(d, 2 * hidden)                  # gate and up
+        self.down = linear(hidden, d, 0.02 / math.sqrt(2 * config.n_layer))
 
     def forward(self, x, adapters):
         gate, up = adapted(self.fc, x, adapters, 'fc').chunk(2, dim=-1)
@@ -273,7 +299,10 @@ class ChunkTransformer(Transformer):
                         ffn_hidden=3 * d, dropout=0.0, share='none', share_group=0, lora_rank=0,
                         dropout_schedule='constant')
         super().__init__(small)
-        self.position = nn.Parameter(torch.empty(config.byte_limit + 1, d))
+        self.position = nn.Parameter(0.02 * torch.randn(config.byte_limit + 1, d))
+        for p in self.parameters():                      # narrow maps learn far faster if they
+            if p.dim() == 2:                             # start from 1/sqrt(fan-in): docs/stlm.md
+                p.data.mul_(1 / (0.02 * math.sqrt(p.size(1))))
 
     def forward(self, x, mask=None, causal=False):       # x is (B, C, L, d)
         def attend_in(layer, q, k, v):
@@ -281,24 +310,10 @@ class ChunkTransformer(Transformer):
         return self.run_layers((x + self.position).flatten(0, 1), attend_in).view_as(x)
 
 
-class Dropout(nn.Module):
-    """Dropout at a constant rate or, under a schedule, at p. p is a tensor, so compiled models and
-    captured CUDA graphs read it anew at every step; as a buffer it moves with the model."""
-    def __init__(self, config):
-        super().__init__()
-        self.constant = config.dropout if config.dropout_schedule == 'constant' else None
-        self.register_buffer('p', torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        if not self.training or self.constant == 0:
-            return x
-        p = self.p if self.constant is None else torch.full((), self.constant, device=x.device)
-        keep = torch.rand(x.shape, device=x.device) >= p
-        return torch.where(keep, x / (1 - p).to(x.dtype), 0)
-
+# ---- Dropout whose rate changes during training (section 5.5) ------------------------------------
 
 def dropout_rates(config, done):
-    """Section 5.5: {schedule: the rate when this part of the run, from 0 to 1, is done}"""
+    """{schedule: the rate when this part of the run, from 0 to 1, is done}"""
     p, is_early = config.dropout, done < config.dropout_phase
     return dict(
         constant=p, early=p * is_early, late=p * (not is_early), linear=p * (1 - done),
@@ -306,79 +321,49 @@ def dropout_rates(config, done):
         triangles=p * (1 - abs(8 * done % 2 - 1)))       # one peak, four peaks
 
 
-def attend_scheduled(q, k, v, dropout):
-    """attend, written out: under a schedule the rate is a tensor, which SDPA does not take."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))    # for each query head
-    scores = q @ k.mT / math.sqrt(q.size(-1))            # (B, H, T, T)
-    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
-    return dropout(weights) @ v
+class ScheduledDropout(nn.Module):
+    """Dropout at the rate p. As a tensor, p is read anew at every step, also by compiled models and
+    captured CUDA graphs. As a buffer, it moves with the model. SDPA takes no tensor as its rate, so
+    under a schedule attention has no dropout."""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('p', torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        keep = torch.rand(x.shape, device=x.device) >= self.p
+        return torch.where(keep, x / (1 - self.p).to(x.dtype), 0)
 
 
 # ---- The model -----------------------------------------------------------------------------------
-
-class TokenEnds(nn.Module):
-    """Turns tokens into the core's input, and the core's states into logits."""
-    def __init__(self, config):
-        super().__init__()
-        self.slots = 1
-        self.n_start = 0
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)    # also the head
-
-    def embed(self, idx, cache):
-        return self.wte(idx)
-
-    def logits(self, states, idx):
-        return F.linear(states, self.wte.weight)
-
-    def loss(self, states, idx, targets, reduction):
-        return head_loss(states, self.wte.weight, targets, reduction)    # cross-entropy of logits
-
 
 class STLM(Transformer):
     def __init__(self, config):
         super().__init__(config)
         self.ends = ByteEnds(config) if config.byte_limit else TokenEnds(config)
-        self.init_weights()
 
     @property
     def wte(self):                                       # tools expect every model to have a `wte`
         return self.ends.wte
 
-    def init_weights(self):
-        """Std 0.02, less where a matrix adds to the residual stream; adapters start at zero. The
-        byte parts are narrow and learn far faster from 1/sqrt(fan-in): docs/stlm.md. pool's output
-        is nearly as large as a token's embedding would be, spread's as large as a symbol's."""
-        c = self.config
-        size_out = {'ends.pool.weight': 0.02, 'ends.spread.weight': 1 / math.sqrt(c.byte_embd)}
-        if c.byte_limit:
-            nn.init.normal_(self.ends.start, std=0.02)
-        for name, p in self.named_parameters():
-            if 'norm' in name or name == 'ends.start':
-                continue                                 # the gains are ones already; start is done
-            narrow = c.byte_limit and name.startswith(('ends.wte', 'ends.encoder', 'ends.decoder'))
-            std = 1 / math.sqrt(p.size(-1)) if narrow else 0.02
-            if name in size_out:
-                std = size_out[name] / math.sqrt(p.size(-1))
-            elif name.startswith('adapters'):
-                std = 0.0 if '.up.' in name else 0.02
-            elif '.proj.' in name or '.down.' in name:   # these add, twice per layer
-                std /= math.sqrt(2 * (c.byte_layer if narrow else c.n_layer))
-            nn.init.normal_(p, std=std)
-
     def set_progress(self, done):
         """train.py calls this before every step, with the part of the run that is done."""
-        self.dropout.p.fill_(dropout_rates(self.config, done)[self.config.dropout_schedule])
+        if self.config.dropout_schedule != 'constant':
+            self.dropout.p.fill_(dropout_rates(self.config, done)[self.config.dropout_schedule])
 
     def core(self, x, cache=None):
         """(B, T, D) vectors of tokens or chunks -> final-norm states (B, T, D)."""
+        c = self.config
         past = cache[0][0].size(2) if cache else 0
-        dropout = self.dropout.constant if self.training else 0.0
+        wide = torch.promote_types(x.dtype, torch.float32)
+        position = torch.arange(past, past + x.size(1), device=x.device, dtype=wide)
+        # torch.compile computes one stacked table; a pair it would compute again in every layer
+        table = torch.stack(rotary(position, c.n_embd // c.n_head))
+        dropout = c.dropout if self.training and c.dropout_schedule == 'constant' else 0.0
+
         def attend_in(layer, q, k, v):
-            q, k = rope(q, past), rope(k, past)
-            if dropout is None and cache is None:        # training under a schedule
-                return attend_scheduled(q, k, v, self.dropout)
-            return attend(q, k, v, cache, layer, dropout or 0.0)
+            return attend(rotate(q, table), rotate(k, table), v, cache, layer, dropout)
         return self.run_layers(x, attend_in)
 
     def read(self, idx, cache):
@@ -397,7 +382,8 @@ class STLM(Transformer):
         states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)
         return states[:, self.ends.n_start:][:, :idx.size(1)], {}
 
-    def forward(self, idx, targets=None, cache=None, reduction='mean'):      # -> logits, loss, aux
+    def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, {}; with targets (-1: ignored) None, loss, {}. Extends a cache."""
         states = self.read(idx, cache)
         if targets is None:
             return self.ends.logits(states, idx)[:, self.ends.n_start:], None, {}
@@ -406,21 +392,23 @@ class STLM(Transformer):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
-        Byte-level: max_new_tokens counts symbols, also padding; a prompt may end inside a chunk."""
+        Byte-level: the core reads a chunk once it is complete, and its last state spells the next
+        one. max_new_tokens counts symbols, also padding; a prompt may end inside a chunk."""
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
-        limit = self.config.block_size // slots          # vectors, the start included
+        limit = self.config.block_size // slots          # vectors in a cache, the start included
         cache = []
-        done = max(0, idx.size(1) // slots + self.ends.n_start - limit)    # chunks read, or too old
+        # Chunks that the core has read. Of a prompt that is too long, it skips the oldest.
+        n_read = max(0, idx.size(1) // slots + self.ends.n_start - limit)
         for _ in range(max_new_tokens):
-            complete = idx.size(1) // slots              # chunks
-            if complete > done or not cache:
+            complete = idx.size(1) // slots              # complete chunks
+            if complete > n_read or not cache:
                 if cache and cache[0][0].size(2) == limit:
                     cache = []
-                    done = complete - max(1, limit // 2)
-                unread = idx[:, done * slots:complete * slots]
-                state = self.core(self.ends.embed(unread, cache), cache)[:, -1:]
-                done = complete
-            chunk = idx[:, complete * slots:]            # the unfinished one; empty for tokens
+                    n_read = complete - max(1, limit // 2)
+                new = idx[:, n_read * slots:complete * slots]
+                state = self.core(self.ends.embed(new, cache), cache)[:, -1:]
+                n_read = complete
+            chunk = idx[:, complete * slots:]            # the one being spelled; empty for tokens
             logits = self.ends.logits(state, chunk)[:, -1].float()
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -439,11 +427,12 @@ class STLM(Transformer):
 
     def count_params(self):
         """Total, and active: a shared weight counts once for each layer that uses it."""
-        total = active = sum(p.numel() for p in self.parameters())
-        for parts in (self.attention, self.norm, self.ffn):
-            more_uses = self.config.n_layer - len(parts)
-            active += more_uses * sum(p.numel() for p in parts[0].parameters())
-        return total, active
+        count = lambda *parts: sum(p.numel() for part in parts for p in part.parameters())
+        stored = count(self.attention, self.norm, self.ffn)
+        used = sum(count(self.attention[a], self.norm[a], self.ffn[f])
+                   for a, f in zip(self.attention_of, self.ffn_of))
+        total = count(self)
+        return total, total - stored + used
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

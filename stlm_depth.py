@@ -5,42 +5,27 @@ every token needs every layer. The paper names two methods; the config defaults 
 - Mixture of depths (Raposo et al. 2024). In every second layer a router gives each token a score r,
   and only the 12.5% of a window's tokens with the highest scores pass through the block:
       x + r * f(x)  if the token passes, else x
-  f(x) is what the block adds; the factor r gives the router gradients. The other tokens skip the
-  block, attention and FFN: there they cost nothing, and no token sees them.
+  f(x) is what the block adds, and the factor r gives the router its gradient. The other tokens skip
+  the block, attention and FFN: in training they cost nothing there, and no token sees them.
 - Early exit (LayerSkip, Elhoushi et al. 2024). Training drops layers, later ones more often, and
   adds a loss after earlier layers (exits), all through the same final norm and head. So the first
   layers alone make a fair guess. `generate(..., draft_layers=E)` drafts tokens with the first E
   layers, one at a time; the other layers then read all drafts at once and verify them. Greedy text
   is the same as without drafts, up to rounding, and sampled text has the same distribution.
 
-What to look at first: `RoutedLayer`, then `STLMDepth.exit_loss` and `generate`.
+What to look at first: `RoutedLayer`, then `draft`, `accept` and `STLMDepth.generate`.
 Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
-has 1.518 bits per byte. With mixture of depths it has 1.520, for the FLOPs of a plain model of 6
-layers, which has 1.525. With early exit: 1.514, for 44% more FLOPs in training
-(docs/stlm_depth.md).
+has 1.518 bits per byte. With mixture of depths it has 1.520 for the FLOPs of 6 plain layers, which
+have 1.525. With early exit it has 1.514, for 44% more FLOPs in training (docs/stlm_depth.md).
 
-Causality. The top 12.5% of a window are known only at its end. So in training a later token can
-change whether an earlier one passes (attention itself is causal). In evaluation and generation a
-forecast decides instead: a linear map of the token's own state, trained to tell whether the token
-is in the top. Train with `loss + 0.01 * aux['forecast']` (train.py: `aux_weights`). This trains the
-forecast alone; without it no token passes in evaluation. `aux` has it in training only, and only if
-a layer is routed.
-
-Departures from the papers, and gaps they leave:
-- Raposo et al. forecast with a small MLP, or with the router's own score. Ours is linear and reads
-  the normalised state.
-- Elhoushi et al. weight the loss at exit l by l(l+1)/2, and let the exits take turns, some at a
-  time. Here each row of a batch draws one exit, with probability proportional to these weights. So
-  the expected loss is the weighted mean over all exits, for the cost of one more head. With
-  `aux_weights = dict(exit=1.0)` the exits together weigh as much as the last layer: at ten layers,
-  that is their factor e_scale = 0.11.
-- They also raise the rate of layer dropout over the run, and compute only the layers that stay. Our
-  rate is constant, and a dropped layer is computed and then multiplied by 0.
-- Rows of a batch may accept different numbers of drafts. All stop at the first that a row rejects.
-- LayerSkip can also generate from an early exit without verification. Here every token is verified.
+Departures that change a number (docs/stlm_depth.md has all of them):
+- Train with `loss + 0.01 * aux['forecast']`, or no token passes in evaluation (see `RoutedLayer`).
+- Each row of a batch draws one exit. `aux_weights = dict(exit=1.0)` is LayerSkip's e_scale = 0.11
+  at ten layers.
+- The rate of layer dropout is constant. A dropped layer is computed and then multiplied by 0.
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
-H heads, V vocabulary, L layers, E of them that draft.
+H heads, V vocabulary, L layers, E of them that draft, n drafts.
 """
 
 import math
@@ -80,74 +65,153 @@ class STLMDepthConfig:
 
 # ---- The first idea: mixture of depths -----------------------------------------------------------
 
-NEVER = 2 ** 30                    # position of an empty slot: after any query, so no token sees it
+NEVER = math.inf                   # where a token that skips stands: after all others, so unseen
 
 
 class RoutedLayer(nn.Module):
-    """A block that some tokens pass through, at their own positions, while the others skip it."""
+    """A block that some tokens pass through, at their own positions, while the others skip it.
+
+    Which tokens are a window's top is known only at its end. So in training a later token can
+    change whether an earlier one passes (attention itself is causal). In evaluation each token
+    decides by itself: it passes if a forecast, a linear map of its state, says that it would be
+    among the top. The forecast has a loss of its own, which trains nothing else."""
     def __init__(self, config, layer):
         super().__init__()
         self.capacity = config.capacity
-        self.layer = layer
         self.block = Block(config, layer)
-        self.router = nn.Parameter(torch.empty(config.n_embd))
-        self.forecast = nn.Parameter(torch.empty(config.n_embd))
-        self.forecast_bias = nn.Parameter(torch.empty(1))
+        self.router = nn.Parameter(0.02 * torch.randn(config.n_embd))
+        self.forecast = nn.Parameter(torch.zeros(config.n_embd))
+        self.forecast_bias = nn.Parameter(torch.zeros(1))
 
-    def choose(self, x):
-        """(B, T, D) -> index (B, K) of the tokens that pass, in order; filled (B, K), False where a
-        row has fewer than K (an empty slot); score (B, T); in training, the loss and the hits of
-        the forecasts. Example: if tokens 1 and 3 pass in one row, and token 2 in another, index is
-        [[1, 3], [2, 0]] and filled is [[True, True], [True, False]]."""
-        score = (x * self.router).sum(-1)                # no matrix product: autocast keeps float32
+    def forward(self, x, position, table, cache):
+        """-> r * f(x), or 0 for tokens that skip; who passes, 1 or 0 (B, T); losses by name"""
+        score = (x * self.router).sum(-1)                # r. Autocast would round a matrix product
         state = F.rms_norm(x.detach(), x.shape[-1:])
-        forecast = (state * self.forecast).sum(-1) + self.forecast_bias
-        if self.training:
-            K = max(1, round(self.capacity * x.size(1)))
-            index = score.topk(K).indices.sort().values
-            is_top = torch.zeros_like(score).scatter(1, index, 1.0)
-            loss = F.binary_cross_entropy_with_logits(forecast, is_top)
-            hits = ((forecast > 0) == (is_top > 0)).float().mean()
-            aux = dict(forecast=loss, forecast_hits=hits)
-            return index, torch.ones_like(index, dtype=torch.bool), score, aux
-        passes = forecast > 0                            # each token decides by itself: causal
-        K = int(passes.sum(1).max())
-        index = passes.long().argsort(dim=1, descending=True, stable=True)[:, :K]  # they come first
-        return index, passes.gather(1, index), score, {}
+        forecast = (state * self.forecast).sum(-1) + self.forecast_bias      # (B, T)
+        if not self.training:                            # all are computed: this saves nothing
+            passes = (forecast > 0).type_as(x)
+            position = torch.where(passes > 0, position, NEVER)
+            y = self.block(x, position, table, cache)
+            return y * (score * passes)[..., None], passes, {}
 
-    def forward(self, x, position, turn, cache):
-        """-> the update to add to x, who passes (B, T), auxiliary losses. For one row:
-        update = zeros_like(x); update[index] = score[index] * block(x[index])"""
-        index, filled, score, aux = self.choose(x)
-        passes = torch.zeros_like(score).scatter(1, index, filled.type_as(score))
-        if index.size(1) == 0:                           # nobody passes
-            if cache is None or self.layer < len(cache):
-                return torch.zeros_like(x), passes, aux
-            index = index.new_zeros(len(x), 1)           # empty: layers append to the cache in turn
-            filled = torch.zeros_like(index, dtype=torch.bool)
-        cos, sin = turn                                  # of rotary angles, each (1, T, d/2)
-        turn = cos[0, index], sin[0, index]              # (B, K, d/2)
-        position = torch.where(filled, position[0, index], NEVER)
+        index, passes, losses = self.choose(score, forecast)
         index_BKD = index[..., None].expand(-1, -1, x.size(-1))
-        y = self.block(x.gather(1, index_BKD), position, turn, cache)
-        y = y * (score.gather(1, index) * filled)[..., None]
-        update = torch.zeros_like(x).scatter_add(1, index_BKD, y.type_as(x))     # r * f(x), or 0
-        return update, passes, aux
+        position = position[0, index]                    # (B, K)
+        table = [angle[0, index][:, None] for angle in table]    # cosine and sine, (B, 1, K, d/2)
+        y = self.block(x.gather(1, index_BKD), position, table, cache)       # only those who pass
+        y = y * score.gather(1, index)[..., None]
+        update = torch.zeros_like(x).scatter(1, index_BKD, y.type_as(x))
+        return update, passes, losses
+
+    def choose(self, score, forecast):
+        """The K highest scores (B, T) of each row -> their index (B, K) in order, e.g. [[1, 3]];
+        who passes, [[0, 1, 0, 1]]; the forecasts' loss, and how often they are right."""
+        K = max(1, round(self.capacity * score.size(1)))
+        best = score.argsort(descending=True, stable=True)[:, :K]    # topk breaks ties by device
+        index = best.sort().values
+        passes = torch.zeros_like(score).scatter(1, index, 1.0)
+        loss = F.binary_cross_entropy_with_logits(forecast, passes)
+        hits = ((forecast > 0) == (passes > 0)).float().mean()
+        return index, passes, dict(forecast=loss, forecast_hits=hits)
+
+
+# ---- The second idea: early exit, and drafts that the other layers verify ------------------------
+
+def drop_rate(config, layer):
+    """layer_dropout * (2^(l / (L-1)) - 1): 0 in the first layer, layer_dropout in the last."""
+    depth = layer / max(1, config.n_layer - 1)
+    return config.layer_dropout * (2 ** depth - 1)
+
+
+def draw_exits(states):
+    """The states (B, T, D) after each layer -> for each row those after one of its layers: after
+    layer l, counted from 0, with probability proportional to l(l+1); never after the first or last.
+    So the expected loss at this exit is LayerSkip's weighted mean over all exits."""
+    depth = torch.arange(len(states) - 1, device=states[0].device)
+    rows = torch.arange(len(states[0]), device=states[0].device)
+    exits = torch.multinomial((depth * (depth + 1)).float(), len(rows), replacement=True)
+    return torch.stack(states[:-1])[exits, rows]
+
+
+def draft(model, new, cache, E, n, predict):
+    """The first E layers read new tokens (B, t) and then n drafts, one after the other -> drafts,
+    each (B, 1); the distributions that they are drawn from, each (B, V); the states after these
+    layers (B, t + n, D). The other layers need those of the last draft, too."""
+    def read(tokens):
+        past = cache[0][0].size(2) if cache else 0
+        x = model.wte(tokens)
+        return model.run(x, range(E), past, cache)[0][-1] if E else x
+
+    drafts, draft_probs = [], []
+    states = [read(new)]
+    for _ in range(n):
+        q = predict(states[-1][:, -1])
+        x = torch.multinomial(q, 1)
+        drafts.append(x)
+        draft_probs.append(q)
+        states.append(read(x))
+    return drafts, draft_probs, torch.cat(states, 1)
+
+
+def verify(model, state, past, cache, E, n, predict):
+    """The other layers read all of these states at once -> the distributions p (B, n + 1, V) of the
+    n drafts and of one token after them."""
+    states, _, _ = model.run(state, range(E, model.config.n_layer), past, cache)
+    return predict(states[-1][:, -n - 1:])
+
+
+def accept(p, drafts, draft_probs):
+    """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
+    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft.
+    A draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
+    proportion to max(0, p - q). So every token has the distribution p. Rows may differ in how many
+    drafts stay; all stop at the first draft that any row rejects."""
+    accepted = []
+    for i, (x, q) in enumerate(zip(drafts, draft_probs)):
+        ratio = p[:, i].gather(1, x) / q.gather(1, x)
+        rest = (p[:, i] - q).clamp(min=0)
+        same = rest.sum(1, keepdim=True) == 0            # p = q: nothing to draw again from
+        stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
+        if not stays.all():                              # rows whose draft stays keep it
+            rest = torch.where(stays, p[:, i], rest)     # multinomial refuses a row of zeros
+            return [*accepted, torch.where(stays, x, torch.multinomial(rest, 1))]
+        accepted.append(x)
+    return [*accepted, torch.multinomial(p[:, -1], 1)]
+
+
+def probabilities(logits, temperature, top_k):
+    """Of the next token. At temperature 0 (or below): 1 for the best token, 0 for the others."""
+    logits = logits.float()
+    if temperature <= 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return (logits / temperature).softmax(-1)
 
 
 # ---- The LLaMA block -----------------------------------------------------------------------------
 
-def rotary(position, d):
-    """Positions (1, T) -> cosine and sine of their rotary angles, each (1, T, d/2)."""
-    frequency = 10000.0 ** (-torch.arange(d // 2, device=position.device) * (2 / d))
+def linear(d_in, d_out, std=0.02):
+    """A linear map without a bias, its weights drawn with this standard deviation."""
+    new = nn.Linear(d_in, d_out, bias=False)
+    nn.init.normal_(new.weight, std=std)
+    return new
+
+
+def rotary(position, d, base=10000.0):
+    """Rotary positions: the angles by which the d/2 pairs of channels of a head turn, as a table of
+    cosines and a table of sines, (T, d/2) each. Positions (T,) are float32 or wider, because
+    bfloat16 cannot tell large ones apart."""
+    pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
+    frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
-    unit = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
-    return torch.view_as_real(unit).unbind(-1)           # angle.cos(), angle.sin()
+    return angle.cos(), angle.sin()
 
 
-def rotate(x, turn):
-    """Turn channels i and i + d/2 of (B, H, T, d) heads by the angles of their positions."""
-    cos, sin = turn[0][:, None], turn[1][:, None]
+def rotate(x, table):
+    """Turn (B, H, T, d) heads: channels i and i + d/2 are a pair."""
+    cos, sin = table
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -157,43 +221,42 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c, D = config, config.n_embd
+        small = 0.02 / math.sqrt(2 * c.n_layer)          # these add to the stream, twice per layer
         self.layer = layer
         self.d_head = D // c.n_head
         self.counts = (c.n_head, c.n_kv_head, c.n_kv_head)       # heads of queries, keys, values
         self.norm_1, self.norm_2 = nn.RMSNorm(D, eps=1e-6), nn.RMSNorm(D, eps=1e-6)
-        self.qkv = nn.Linear(D, sum(self.counts) * self.d_head, bias=False)
-        self.proj = nn.Linear(D, D, bias=False)
-        self.fc = nn.Linear(D, 2 * c.ffn_hidden, bias=False)     # gate and up
-        self.down = nn.Linear(c.ffn_hidden, D, bias=False)
+        self.qkv = linear(D, sum(self.counts) * self.d_head)
+        self.proj = linear(D, D, small)
+        self.fc = linear(D, 2 * c.ffn_hidden)            # gate and up
+        self.down = linear(c.ffn_hidden, D, small)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x, position, turn, cache):
-        B, T, _ = x.shape
-        heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
+    def forward(self, x, position, table, cache):
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
         q, k, v = heads.split(self.counts, 1)            # (B, H, T, d); fewer heads in k, v
-        y = self.attend(rotate(q, turn), rotate(k, turn), v, position, cache)
+        y = self.attend(rotate(q, table), rotate(k, table), v, position, cache)
         attention = self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
         gate, up = self.fc(self.norm_2(x + attention)).chunk(2, dim=-1)
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """Causal attention. A cache, a (k, v, position) per layer, is read and extended. No token
-        sees empty slots: in a call they come last, and in a cache their position is after any
-        query's."""
-        mask = None
+        """A token sees those at its own and earlier positions, (1 or B, T). A cache, a (k, v,
+        position) per layer, is read and extended."""
+        seen = position                                  # where the keys stand
         if cache is not None:
             if self.layer < len(cache):
-                old = cache[self.layer]
-                k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
-                seen = torch.cat((old[2], position), 1)
+                old_k, old_v, old_seen = cache[self.layer]
+                k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
+                seen = torch.cat((old_seen, seen), 1)
                 cache[self.layer] = (k, v, seen)
             else:
-                seen = position
                 cache.append((k, v, seen))
-            mask = (seen[:, None] <= position[:, :, None])[:, None]      # (B, 1, T, S)
-        dropout = self.dropout.p if self.training else 0.0
+        causal = self.training and cache is None         # all that pass are here, in order
+        mask = None if causal else (seen[:, None] <= position[:, :, None])[:, None]  # (B, 1, T, S)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            q, k, v, attn_mask=mask, is_causal=causal,
+            dropout_p=self.dropout.p if self.training else 0.0,
             enable_gqa=q.size(1) > k.size(1))            # fewer heads in k, v
 
 
@@ -204,45 +267,36 @@ class STLMDepth(nn.Module):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)  # also the head
+        nn.init.normal_(self.wte.weight, std=0.02)
         kinds = [RoutedLayer if c.is_routed(i) else Block for i in range(c.n_layer)]
         self.layers = nn.ModuleList(kind(c, i) for i, kind in enumerate(kinds))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
         self.dropout = nn.Dropout(c.dropout)
-        self.init_weights()
-
-    def init_weights(self):
-        """Std 0.02 for matrices and routers, less where a matrix adds to the residual stream.
-        Forecasts start at zero."""
-        for name, p in self.named_parameters():
-            if 'norm' in name:
-                continue                                 # the gains are ones already
-            std = 0.02
-            if '.proj.' in name or '.down.' in name:     # these add, twice per layer
-                std /= math.sqrt(2 * self.config.n_layer)
-            if '.forecast' in name:
-                std = 0.0
-            nn.init.normal_(p, std=std)
 
     def run(self, x, layers, past, cache=None):
         """Run these layers (a range) on (B, T, D) tokens that follow `past` others -> the states
-        after each of these layers; auxiliary losses; {routed layer: who passes (B, T)}."""
-        position = torch.arange(past, past + x.size(1), device=x.device)[None]
-        turn = rotary(position, self.config.n_embd // self.config.n_head)
+        after each of these layers; losses by name; {routed layer: who passes (B, T)}."""
+        c = self.config
+        wide = torch.promote_types(x.dtype, torch.float32)
+        position = torch.arange(past, past + x.size(1), device=x.device, dtype=wide)[None]
+        table = rotary(position, c.n_embd // c.n_head)   # cosine and sine, each (1, T, d/2)
         states = []
         losses = []
         passed = {}
         for i in layers:
-            if self.config.is_routed(i):
-                update, passed[i], layer_losses = self.layers[i](x, position, turn, cache)
+            if c.is_routed(i):
+                update, passed[i], layer_losses = self.layers[i](x, position, table, cache)
                 losses.append(layer_losses)
             else:
-                update = self.layers[i](x, position, turn, cache)
-            if self.training and self.drop_rate(i) > 0:
-                stays = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_rate(i)
+                update = self.layers[i](x, position, table, cache)
+            if self.training and drop_rate(c, i) > 0:
+                stays = torch.rand(len(x), 1, 1, device=x.device) >= drop_rate(c, i)
                 update = update * stays                  # drops rows; no scaling, as in LayerSkip
             x = x + update
             states.append(x)
-        return states, mean_of(losses), passed
+        names = losses[0] if losses else {}
+        aux = {name: torch.stack([layer[name] for layer in losses]).mean() for name in names}
+        return states, aux, passed
 
     def read(self, idx, cache=None):
         """(B, T) ids -> the states after each layer, auxiliary losses, who passes."""
@@ -269,33 +323,21 @@ class STLMDepth(nn.Module):
             return self.exit_logits(states[-1]), None, aux
         loss = head_loss(self.norm_f(states[-1]), self.wte.weight, targets, reduction)
         if self.training and self.config.exit_loss:
-            aux['exit'] = self.exit_loss(states, targets)
+            early = self.norm_f(draw_exits(states))
+            aux['exit'] = head_loss(early, self.wte.weight, targets, 'mean')
         return None, loss, aux
-
-    # ---- The second idea: early exit ----
-
-    def drop_rate(self, layer):
-        """layer_dropout * (2^(l / (L-1)) - 1): 0 in the first layer, layer_dropout in the last."""
-        depth = layer / max(1, self.config.n_layer - 1)
-        return self.config.layer_dropout * (2 ** depth - 1)
-
-    def exit_loss(self, states, targets):
-        """The loss at an earlier exit. Each row of the batch draws its own: after layer l, counted
-        from 0, with a probability in proportion to l(l+1). So never after the first layer."""
-        depth = torch.arange(self.config.n_layer - 1, device=targets.device)
-        exits = torch.multinomial((depth * (depth + 1)).float(), len(targets), replacement=True)
-        rows = torch.arange(len(targets), device=targets.device)
-        state = torch.stack(states[:-1])[exits, rows]    # (B, T, D)
-        return head_loss(self.norm_f(state), self.wte.weight, targets, 'mean')
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draft_layers=0, n_draft=4):
         """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
         The first draft_layers layers draft up to n_draft tokens, and the others verify them."""
-        L, limit = self.config.n_layer, self.config.block_size
-        if not 0 <= draft_layers < L or n_draft < 1:
-            raise ValueError(f'draft_layers = {draft_layers} must be at least 0 and less than {L}, '
+        E, L, limit = draft_layers, self.config.n_layer, self.config.block_size
+        if not 0 <= E < L or n_draft < 1:
+            raise ValueError(f'draft_layers = {E} must be at least 0 and less than {L}, '
                              f'n_draft = {n_draft} at least 1')
+
+        def predict(state):
+            return probabilities(self.exit_logits(state), temperature, top_k)
         end = idx.size(1) + max_new_tokens
         begin = max(0, idx.size(1) - limit)              # where in the text the cache begins
         cache = []
@@ -305,39 +347,14 @@ class STLMDepth(nn.Module):
                 begin = idx.size(1) - max(1, limit // 2)
             past = cache[0][0].size(2) if cache else 0
             room = min(limit - (idx.size(1) - begin), end - idx.size(1) - 1)  # verifying adds one
-            n = min(n_draft, room) if draft_layers else 0
-
-            # draft: the first layers read the new text, then one draft after the other
-            drafts, draft_probs, states = [], [], []
-            new = idx[:, begin + past:]
-            n_read = past                                # tokens that the first layers have read
-            for i in range(n + 1):                       # the last draft is read as well
-                state = self.wte(new)
-                if draft_layers:
-                    state = self.run(state, range(draft_layers), n_read, cache)[0][-1]
-                states.append(state)
-                n_read += new.size(1)
-                if i < n:
-                    logits = self.exit_logits(state[:, -1])
-                    draft_probs.append(probabilities(logits, temperature, top_k))
-                    new = torch.multinomial(draft_probs[-1], 1)
-                    drafts.append(new)
-
-            # verify: the other layers read all of this at once
-            state = self.run(torch.cat(states, 1), range(draft_layers, L), past, cache)[0][-1]
-            logits = self.exit_logits(state[:, -n - 1:])     # (B, n + 1, V)
-            p = probabilities(logits, temperature, top_k)
-            idx = torch.cat((idx, *accept(p, drafts, draft_probs)), 1)
-            self.forget(cache, idx.size(1) - begin - 1)  # the newest token is not yet read
+            n = min(n_draft, room) if E else 0
+            drafts, q, state = draft(self, idx[:, begin + past:], cache, E, n, predict)
+            p = verify(self, state, past, cache, E, n, predict)
+            idx = torch.cat((idx, *accept(p, drafts, q)), 1)
+            n_read = idx.size(1) - begin - 1             # the newest token is not read yet
+            cache = [(k[:, :, :n_read], v[:, :, :n_read], position[:, :n_read])
+                     for k, v, position in cache]        # forgets the drafts that did not stay
         return idx
-
-    def forget(self, cache, length):
-        """Drop all but the first `length` tokens. Routed layers, where rows differ, hide them."""
-        for i, (k, v, position) in enumerate(cache):
-            if self.config.is_routed(i):
-                cache[i] = (k, v, position.masked_fill(position >= length, NEVER))
-            else:
-                cache[i] = (k[:, :, :length], v[:, :, :length], position[:, :length])
 
     @torch.no_grad()
     def routes(self, idx):
@@ -354,41 +371,6 @@ class STLMDepth(nn.Module):
                 block = sum(p.numel() for p in layer.block.parameters())
                 active -= round((1 - self.config.capacity) * block)
         return total, active
-
-
-def mean_of(losses):
-    """[{name: value}, ...] of the routed layers -> {name: mean value}."""
-    names = losses[0] if losses else {}
-    return {name: torch.stack([layer[name] for layer in losses]).mean() for name in names}
-
-
-def probabilities(logits, temperature, top_k):
-    """Of the next token. At temperature 0 (or below): 1 for the best token, 0 for the others."""
-    logits = logits.float()
-    if temperature <= 0:
-        return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    return (logits / temperature).softmax(-1)
-
-
-def accept(p, drafts, draft_probs):
-    """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
-    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft.
-    A draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
-    proportion to max(0, p - q). So every token has the distribution p."""
-    accepted = []
-    for i, (x, q) in enumerate(zip(drafts, draft_probs)):
-        ratio = p[:, i].gather(1, x) / q.gather(1, x)
-        rest = (p[:, i] - q).clamp(min=0)
-        same = rest.sum(1, keepdim=True) == 0            # p = q: nothing to draw again from
-        stays = (torch.rand_like(ratio) < ratio) | same  # (B, 1)
-        if not stays.all():                              # rows whose draft stays keep it
-            rest = torch.where(stays, p[:, i], rest)     # multinomial refuses a row of zeros
-            return [*accepted, torch.where(stays, x, torch.multinomial(rest, 1))]
-        accepted.append(x)
-    return [*accepted, torch.multinomial(p[:, -1], 1)]
 
 
 # ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------

@@ -10,12 +10,37 @@ is the path that was trained on the prompt's domain: the first data set belongs 
 second to path 1, and so on; the mix counts as wrong.
 """
 
+from contextlib import ExitStack
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-import papaformer
 from papers.common import open_run, run_parser, val_tokens
 from plumbing.cli import UserError, between, run_main, write_json
+
+
+@torch.no_grad()
+def path_usage(model, idx):
+    """Table 6 -> (B, layers): the path that each prompt's last token uses, counted from 0; k is the
+    mix. With Gumbel this is the router's choice. Share has no router, so we take the path whose
+    output is most similar (cosine) to the Connection's result, and leave out the last layer, where
+    their widths differ. Call eval() first."""
+    share = model.config.connection == 'share'
+    if not share:
+        return torch.stack([pi[:, -1].argmax(-1) for pi in model.routes(idx).values()], 1)
+    used = []                                            # (B,) of each layer
+
+    def record(connection, args, result):
+        outputs, = args
+        inputs, _ = result
+        similar = [F.cosine_similarity(f[:, -1], x[:, -1], dim=-1) for f, x in zip(outputs, inputs)]
+        used.append(torch.stack(similar, -1).argmax(-1))
+    with ExitStack() as hooks:
+        for layer in model.parallel[:-1]:
+            hooks.enter_context(layer.connection.register_forward_hook(record))
+        model.features(idx)
+    return torch.stack(used, 1)
 
 
 def document_starts(folder, tokenizer, num, length):
@@ -56,7 +81,7 @@ def main():
     by_domain = []                                       # (prompts, layers) of each
     for folder in args.data:
         prompts = document_starts(folder, tokenizer, args.num, args.length)
-        by_domain.append(papaformer.path_usage(model, prompts.to(machine.device)).cpu())
+        by_domain.append(path_usage(model, prompts.to(machine.device)).cpu())
 
     if model.config.connection != 'share':
         names.append('   mix')

@@ -29,13 +29,14 @@ def curve(model, tokens, tokenizer, thresholds, machine):
     T = model.config.block_size
     first = val_batches(tokens[:half], T, BATCH, tokenizer.pad)
     usage = count_usage(model, ((machine.send(x), machine.send(y)) for x, y in first))
-    rows = []
+    rows, whole = [], model.count_params()[0]
     for threshold in thresholds:
         pruned, table = prune_experts(model, usage, threshold)
         batches = val_batches(tokens[half:], T, BATCH, tokenizer.pad)
         scores = score_batches(pruned, batches, tokenizer, machine)
         modules = sum(pool['after'] for pool in table) / sum(pool['before'] for pool in table)
-        rows.append(dict(threshold=threshold, parameters=pruned.count_params()[0], left=table.left,
+        parameters = pruned.count_params()[0]
+        rows.append(dict(threshold=threshold, parameters=parameters, left=parameters / whole,
                          modules=modules, loss=scores['loss']))
     return rows
 

@@ -387,10 +387,7 @@ def test_who_stays(threshold, normalise, kept):
         stay = kept[kind] if pool.startswith('blocks.0') else [n - 1 - e for e in kept[kind][::-1]]
         assert torch.equal(pruned_A.weight, torch.stack(rows_of(A))[stay])
         rows.append(dict(layer=pool, before=n, after=len(stay)))
-    assert list(table) == rows
-    share = sum(p.numel() for p in pruned.parameters()) / sum(p.numel() for p in model.parameters())
-    assert abs(table.left - share) < 1e-9 and f'{100 * share:.1f}%' in str(table)
-    assert str(table).splitlines()[2].split() == ['blocks.0.ffd', str(len(kept['ffd'])), 'of', '5']
+    assert table == rows
     assert all(p.requires_grad for p in pruned.parameters()) and pruned.training
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())     # a copy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracles import attention, compare, rms, swiglu, tokens
-from papaformer import PaPaformer, PaPaformerConfig, compose, path_usage
+from papaformer import PaPaformer, PaPaformerConfig, compose
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16, ffn_hidden=24,
              n_parallel=2, path_embd=[8, 8], path_head=[2, 2], path_ffn_hidden=[12, 20])
@@ -212,19 +212,23 @@ def test_what_compose_takes_from_the_paths():
 
 
 def test_what_does_not_compose():
-    for change, settings in ((dict(n_layer=2), {}), ({}, dict(n_embd=16))):
-        with pytest.raises(AssertionError):
+    for change, settings, message in (
+            (dict(n_layer=2), {}, 'differ in n_layer'),
+            ({}, dict(n_embd=16), 'n_embd cannot be set'),
+            ({}, dict(rope_base=500.0), 'rope_base cannot be set')):
+        with pytest.raises(AssertionError, match=message):
             compose([make_path(), make_path(**change)], **settings)
 
 
-# ---- Which path is used --------------------------------------------------------------------------
+# ---- Which path is used: papers/path_usage.py ----------------------------------------------------
 
 
 @pytest.mark.parametrize('changes', [G1, G2, dict(n_parallel=3), dict(UNEQUAL, n_parallel=3)],
                          ids=str)
 def test_path_usage(changes):
     """Of the last token. Gumbel: its choice. Share: the path whose output is most similar to what
-    the next layer reads, but for the last layer."""
+    the next layer reads, in all layers except the last."""
+    path_usage = pytest.importorskip('papers.path_usage').path_usage
     model, x = make(**changes).eval(), tokens(9, 4)
     _, _, weights, outputs = oracle(model, x)
     want = [[row[-1].tolist().index(1) for row in layer] for layer in weights.values()]

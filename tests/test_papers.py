@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import moduleformer
 import moep
-import papaformer
 import stlm
 from moduleformer import count_usage, prune_experts
 from papers import depth, eval_length, exact_answer, passes
@@ -160,7 +159,7 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
     def usage(model, idx):
         seen.append(idx)
         return torch.tensor([[0, 1]] * len(idx))
-    monkeypatch.setattr(papaformer, 'path_usage', usage)
+    monkeypatch.setattr('papers.path_usage.path_usage', usage)
     stories, out = data_dir / 'toy_stories', tmp_path / 'u.json'
     eot = load_tokenizer(stories).eot
     run('papers.path_usage', folder, '--data', stories, data_dir / 'toy_math', '--num=5',

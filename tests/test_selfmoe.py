@@ -166,7 +166,7 @@ def test_sizes_of_the_paper():
 def test_select_gates_by_rule(rule, args, keeps):
     """A gate of zero changes nothing, to the last bit; a gate that is removed is one of zero. There
     is no dropout while it calibrates."""
-    model, x = make(gate='vector', n_layer=6, dropout=0.5).train(), tokens(4)
+    model, x = make(seed=1, gate='vector', n_layer=6, dropout=0.5).train(), tokens(4)
     torch.nn.init.zeros_(model.gates['3'].weight)
     before = copy.deepcopy(model.state_dict())
     chosen, table = select_gates(model, iter([(x, x.roll(-1, 1))]), rule, **args)
@@ -177,9 +177,7 @@ def test_select_gates_by_rule(rule, args, keeps):
     removed = [row['layer'] for row in table if not keeps(row)]
     assert kept and removed and sorted(kept + removed) == [1, 2, 3, 4, 5]
     assert chosen.config.gate_layers == kept and list(chosen.gates) == list(map(str, kept))
-    for row, line in zip(table, str(table).splitlines()[1:]):
-        verdict = 'kept' if row['layer'] in kept else 'removed'
-        assert line.split()[::4] == [str(row['layer']), verdict]
+    assert [row['layer'] for row in table if row['kept']] == kept
     expected = copy.deepcopy(model)
     for i in removed:
         torch.nn.init.zeros_(expected.gates[str(i)].weight)

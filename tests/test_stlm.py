@@ -157,6 +157,24 @@ def test_adapters_start_as_nothing():
     assert torch.equal(plain(tokens())[0], adapted(tokens())[0])
 
 
+@pytest.mark.parametrize('name, std', [
+    ('ends.wte', 48 ** -0.5), ('ends.encoder.position', 48 ** -0.5), ('ends.start', 0.02),
+    ('ends.decoder.attention.1.qkv', 48 ** -0.5), ('ends.decoder.ffn.0.fc', 48 ** -0.5),
+    ('ends.encoder.attention.0.proj', 192 ** -0.5), ('ends.encoder.ffn.1.down', 576 ** -0.5),
+    ('ends.pool', 0.02 * 48 ** -0.5), ('ends.spread', (48 * 512) ** -0.5), ('norm_f', 0.0),
+    ('attention.0.qkv', 0.02), ('attention.0.proj', 0.02 * 6 ** -0.5), ('ffn.0.fc', 0.02),
+    ('ffn.0.down', 0.02 * 6 ** -0.5), ('adapters.2.qkv.down', 0.02), ('adapters.1.fc.up', 0.0)])
+def test_initial_sizes(name, std):
+    """Width 512 and three layers; bytes 48 and two. 1/sqrt(fan-in) in the byte parts, 0.02 in the
+    core; in both 1/sqrt(2 n_layer) of it in maps into the stream."""
+    torch.manual_seed(0)
+    model = STLM(STLMConfig(vocab_size=259, block_size=130, n_layer=3, n_embd=512, ffn_hidden=300,
+                            byte_limit=12, byte_embd=48, share='all', lora_rank=4))
+    weights = dict(model.named_parameters())
+    weight = weights.get(name, weights.get(f'{name}.weight'))
+    assert abs(weight.std().item() - std) <= 3 * std * weight.numel() ** -0.5
+
+
 # ---- Streams of chunks ---------------------------------------------------------------------------
 
 
@@ -230,7 +248,7 @@ def test_schedules(schedule, rates):
     for n, rate in enumerate(rates):
         model.set_progress(n / 8)
         assert stlm.dropout_rates(model.config, n / 8)[schedule] == pytest.approx(rate)
-        assert model.dropout.p.item() == pytest.approx(rate)
+        assert float(model.dropout.p) == pytest.approx(rate)
 
 
 def test_dropout_rate():
@@ -240,48 +258,33 @@ def test_dropout_rate():
     model = make(dtype=torch.float32, **RISING)
     for p in (0.3, 0.0, 0.75):
         model.set_progress(p)
-        for layer in (stlm.Dropout(STLMConfig(dropout=p)), model.dropout):
-            y = layer(x)
-            assert abs((y == 0).float().mean() - p) < 0.01
-            assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
-            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
-            assert layer.eval()(x) is x
-            layer.train()
+        y = model.dropout(x)
+        assert abs((y == 0).float().mean() - p) < 0.01
+        assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
+    assert model.dropout.eval()(x) is x
     assert not any('dropout' in name for name in model.state_dict())
 
 
-def test_scheduled_attention():
-    """SDPA at p = 0, gradients too; else a share p of the weights is 0, the rest grow by 1 / (1 -
-    p)."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 40, 8).double().requires_grad_() for heads in (4, 2, 2))
-    dropout = stlm.Dropout(STLMConfig(**RISING)).double()
-    got, want = stlm.attend_scheduled(q, k, v, dropout), stlm.attend(q, k, v, None, 0, 0.0)
-    assert torch.allclose(got, want, rtol=0, atol=1e-12)
-    weigh = torch.randn_like(want)
-    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), weigh) for y in (got, want))):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    identity = torch.eye(40).double().expand(2, 2, 40, 40)             # as values: weights come out
-    exact = stlm.attend_scheduled(q, k, identity, dropout)
-    dropout.p.fill_(0.3)
-    got = stlm.attend_scheduled(q, k, identity, dropout)
-    assert abs((got[exact > 0] == 0).double().mean() - 0.3) < 0.03
-    assert torch.allclose(got[got != 0], exact[got != 0] / 0.7)
-
-
 @pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
-def test_a_schedule_drops_where_a_constant_rate_does(changes):
-    """On the embedding, attention and both branches of the core; at rate 0, and in evaluation,
-    nowhere."""
+def test_where_a_schedule_drops(changes, monkeypatch):
+    """On the embedding and both branches of the core, not on attention; at rate 0, and in
+    evaluation, nowhere."""
     model = make(**RISING, **changes)
     x = text(model, 2, 8)
-    seen = []
+    seen, rates = [], set()
     model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
+    kernel = stlm.F.scaled_dot_product_attention
+
+    def record(*args, dropout_p=0.0, **rest):
+        rates.add(dropout_p)
+        return kernel(*args, dropout_p=dropout_p, **rest)
+    monkeypatch.setattr(stlm.F, 'scaled_dot_product_attention', record)
     exact = model.eval()(x)[0]
     model.train().set_progress(0.5)
     seen.clear()
     assert not torch.equal(model(x)[0], model(x)[0])
-    assert seen == 2 * [True] * (1 + 3 * model.config.n_layer)
+    assert seen == 2 * [True] * (1 + 2 * model.config.n_layer) and rates == {0.0}
     model.set_progress(0.0)
     assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
     model.eval().set_progress(0.5)

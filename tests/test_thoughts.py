@@ -49,8 +49,8 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
     """The solution's first token is predicted from the last pause."""
     pairs = [('train', PROBLEM)] * 9 + [('val', PROBLEM)]
     write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 4))
-    s, tokenizer = Settings(data='d', batch_size=2), load_tokenizer(tmp_path / 'd')
-    data = Data(s, dict(d=tmp_path / 'd'), tokenizer, 99, Machine('cpu', 'float32'))
+    s, tokenizer = Settings(batch_size=2), load_tokenizer(tmp_path / 'd')
+    data = Data(s, [tmp_path / 'd'], [], tokenizer, 99, Machine('cpu', 'float32'))
     (x,), (y,) = data.windows(0)
     assert torch.equal(y[:, :-1], x[:, 1:].masked_fill(x[:, 1:] == data.pad, -1))
     last = (x[0] == data.pad).nonzero()[3]               # the last pause of the first problem

@@ -152,8 +152,9 @@ def main():
                  data_dir=first['settings']['data_dir'], out_dir=str(args.out))
     write_checkpoint(args.out / 'ckpt.pt', model, model.state_dict(), s, run_tokenizer(first),
                      iter=0, words=0.0)
-    if table:
-        print(table)
+    for row in table or []:
+        print('  ' + ', '.join(f'{key} {f"{v:.4g}" if type(v) is float else v}'
+                               for key, v in row.items()))
     total, active = model.count_params()
     print(f"{args.out}: {before} -> {human(total)} parameters, {human(active)} active; train it "
           f"with: python train.py --init_from={args.out} --data=... --out_dir=...")
