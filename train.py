@@ -21,7 +21,7 @@ import functools
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +79,9 @@ class Data:
         if self.n_windows < self.rows:
             raise UserError(f'an epoch of {max(0, self.n_windows)} windows is less than one step '
                             f'of {self.rows}: add text, or lower seq_len, stride or batch_size')
+        self.epoch_starts = functools.lru_cache(2)(self.epoch_starts)    # a step may span two
 
-    @functools.lru_cache(2)                              # a step may span two epochs
-    def order(self, epoch):
+    def epoch_starts(self, epoch):
         """Where the windows of an epoch start."""
         rng = np.random.default_rng([self.s.seed, epoch])
         offset = rng.integers(self.stride // self.slots) * self.slots
@@ -91,23 +91,23 @@ class Data:
         rng.shuffle(starts)
         return starts[:self.n_windows]
 
-    def starts(self, step):
+    def step_starts(self, step):
         """Where the windows of a step start, for all processes."""
         epoch, place = np.divmod(step * self.rows + np.arange(self.rows), self.n_windows)
-        return np.concatenate([self.order(e)[place[epoch == e]] for e in np.unique(epoch)])
+        return np.concatenate([self.epoch_starts(e)[place[epoch == e]] for e in np.unique(epoch)])
 
     def windows(self, step):
         """x, y of shape (A, B, T): this process's A micro-batches of a step. y is x shifted by one,
         with -1 where there is nothing to predict. Micro-batches are dealt out in turn, so together
         W processes of A micro-batches read what one process of W * A would."""
         shape = self.s.gradient_accumulation_steps, self.machine.world, self.s.batch_size
-        mine = self.starts(step).reshape(shape)[:, self.machine.rank]
+        mine = self.step_starts(step).reshape(shape)[:, self.machine.rank]
         ids = read_windows(self.bins, mine.flatten(), self.T + 1, pinned=self.machine.cuda)
         ids = ids.to(self.machine.device, non_blocking=True).view(*mine.shape, -1)
         x, y = ids[..., :-1].contiguous(), ids[..., 1:]
         return x, y.masked_fill(y == self.pad, -1)
 
-    def starts_anew(self, step):
+    def restarts_text(self, step):
         """Whether a step of a stream starts the text again."""
         return step % (self.n_windows // self.rows) == 0
 
@@ -139,15 +139,15 @@ def evaluate(model, data, it, machine):
 # ---- Where a run starts, and what it saves ------------------------------------------------------
 
 def load_data_and_model(s, module, keys, ckpt, machine):
-    """The model is that of the run which goes on, that of another run, or a fresh one."""
+    """The data, and the model: continued (ckpt), from another run (init_from), or fresh."""
     folders = [Path(s.data_dir, name) for name in s.data.split(',')]
     scored = [Path(s.data_dir, name) for name in (s.eval_data or s.data).split(',')]
     if machine.rank == 0 and not all(folder.exists() for folder in folders + scored):
         from prepare import make_missing_toys            # toy corpora are made on demand
         make_missing_toys([folder.name for folder in folders + scored], s.data_dir)
-    machine.gather(None)                                 # all processes wait for the first
+    machine.barrier()                                    # until the first process has made them
     tokenizer = shared_tokenizer(*folders, *scored)
-    torch.manual_seed(s.seed)
+    torch.manual_seed(s.seed)                            # of the initial weights
     if ckpt:
         model = build_model(ckpt)
     elif s.init_from:
@@ -164,19 +164,17 @@ def load_data_and_model(s, module, keys, ckpt, machine):
     return data, model
 
 
-def save(path, it, model, data, s, machine, carry=(), **state):
-    """The weights and what rebuilds the model; with an optimiser's `state`, all that a resumed run
-    needs."""
+def save(path, it, model, data, s, machine, **state):
+    """The weights and what rebuilds the model; with more `state`, all that a resumed run needs."""
     weights = model.state_dict()                         # sharded: all processes take part
-    ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
     if machine.rank == 0:
-        write_checkpoint(path, model, weights, s, data.tokenizer, iter=it, ranks=ranks,
-                         words=it * data.words_per_step, text=data.size, **state)
+        write_checkpoint(path, model, weights, s, data.tokenizer, iter=it, text=data.size,
+                         words=it * data.words_per_step, **state)
 
 
 def restore(ckpt, optimizer, machine):
-    """The optimiser's moments and this process's random state -> its carry"""
-    today = optimizer.state_dict()['param_groups']       # rates and decays are today's
+    """Load the optimiser's moments and this process's random state. Returns its carry."""
+    today = optimizer.state_dict()['param_groups']       # the current rates and decays, not those
     optimizer.load_state_dict(dict(ckpt['optimizer'], param_groups=today))
     state = ckpt['ranks'][machine.rank]
     machine.set_random_state(state['random'])
@@ -185,14 +183,14 @@ def restore(ckpt, optimizer, machine):
 
 # ---- One step -----------------------------------------------------------------------------------
 
-def train_step(model, optimizer, s, machine, xs, ys, carry=None):
+def train_step(model, optimizer, s, machine, xs, ys, carry=()):
     """One optimiser step on this process's micro-batches -> their mean loss and auxiliary values,
     and the gradient norm. `carry` (ModuleFormer's memory): one cache per micro-batch, in which the
     model reads the keys and values of the preceding text and leaves those of the current one."""
     mean = {}
     optimizer.zero_grad(set_to_none=True)
     for a, (x, y) in enumerate(zip(xs, ys)):
-        if machine.world > 1:                            # sync gradients once, at the end
+        if machine.world > 1:                            # DDP syncs gradients once, at the end
             model.require_backward_grad_sync = a == len(xs) - 1
         with machine.autocast():
             _, loss, aux = model(x, y, cache=carry[a]) if carry else model(x, y)
@@ -207,20 +205,21 @@ def train_step(model, optimizer, s, machine, xs, ys, carry=None):
     return mean, norm.full_tensor() if hasattr(norm, 'full_tensor') else norm    # if sharded
 
 
-def fast_step(model, optimizer, s, machine, steps, is_sharded=False):
+def make_step(model, optimizer, s, machine, steps):
     """train_step as a function of x, y and carry, as fast as the settings and the machine allow:
     compiled, as a CUDA graph, in several processes. steps: the run's total, also if it is resumed,
     so that the choice to compile stays the same."""
     by_default = machine.cuda and steps >= 200           # compiling takes half a minute
     wants_compiled = by_default if s.compile is None else s.compile
-    if wants_compiled and not is_sharded:                # the hooks of FSDP cannot be compiled
+    if wants_compiled and not s.shard:                   # the hooks of FSDP cannot be compiled
         model = compile_model(model, s.checkpoint_activations)
-    if machine.world > 1 and not is_sharded:             # replicas that average gradients
+    if machine.world > 1 and not s.shard:                # replicas that average gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, s, machine)
-    if s.stream or s.checkpoint_activations or is_sharded:       # a graph needs fixed tensors
+    if s.stream or s.checkpoint_activations or s.shard:  # a graph needs fixed tensors
         return step
-    return CUDAGraphStep(step, machine, wanted=s.graph)
+    graph = CUDAGraphStep(step, machine, wanted=s.graph)
+    return lambda x, y, carry=(): graph(x, y)            # only a stream has something to carry
 
 
 # ---- Optimiser and schedule ---------------------------------------------------------------------
@@ -266,17 +265,18 @@ def learning_rate(it, s, steps):
 def main():
     s, module, keys = read_settings(sys.argv[1:], __doc__)
     machine = Machine(s.device, s.dtype, s.deterministic)
-    runs = [replace(s, seed=seed, seeds=[], out_dir=f'{s.out_dir}/seed_{seed}')
-            for seed in s.seeds]
-    for one in runs or [s]:
-        if runs:
-            machine.say(f'\nseed      {one.seed}')
-        run(one, module, keys, machine)
+    for seed in s.seeds:
+        machine.say(f'\nseed      {seed}')
+        run(replace(s, seed=seed, seeds=[], out_dir=f'{s.out_dir}/seed_{seed}'), module, keys,
+            machine)
+    if not s.seeds:
+        run(s, module, keys, machine)
     machine.close()
 
 
 def run(s, module, keys, machine):
     out = Path(s.out_dir)
+    s = replace(s, shard=s.shard and machine.world > 1)
     ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
     data, model = load_data_and_model(s, module, keys, ckpt, machine)
     it = ckpt['iter'] if ckpt else 0
@@ -292,16 +292,15 @@ def run(s, module, keys, machine):
     widen(model, machine)                                # what trains is float32
     if s.checkpoint_activations:
         recompute_blocks(model)
-    is_sharded = s.shard and machine.world > 1
-    if is_sharded:
+    if s.shard:
         shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
-    if is_sharded:
+    if s.shard:
         shard_optimizer(optimizer)
     torch.manual_seed(s.seed + 1 + machine.rank)         # dropout differs between processes
-    carry = restore(ckpt, optimizer, machine) if ckpt else []
     remembers = s.stream and getattr(model.config, 'memory', 0)
-    take_step = fast_step(model, optimizer, s, machine, steps, is_sharded)   # model: its weights
+    carry = restore(ckpt, optimizer, machine) if ckpt else []    # stays empty without a memory
+    take_step = make_step(model, optimizer, s, machine, steps)
 
     # the run's folder
     log = Log(out, machine, ckpt, s.overwrite)
@@ -312,9 +311,9 @@ def run(s, module, keys, machine):
     log.write(it, run=describe(model, data, steps, s, machine))
     del ckpt                                             # frees memory: it holds the moments
 
-    hidden = None if machine.rank == 0 else True         # None: hidden if there is no terminal
-    with caught_signals() as caught, tqdm(total=steps, initial=it, smoothing=0, unit='step',
-                                          disable=hidden) as bar:
+    bar = tqdm(total=steps, initial=it, smoothing=0, unit='step',
+               disable=None if machine.rank == 0 else True)      # None: hidden if no terminal
+    with bar, caught_signals() as caught:
         if it == 0:
             log.write(it, **evaluate(model, data, it, machine))
         timed, clock = it, time.perf_counter()           # tokens/s are measured from here
@@ -324,45 +323,45 @@ def run(s, module, keys, machine):
             set_rate(optimizer, lr)
             if hasattr(model, 'set_progress'):           # for what changes during training
                 model.set_progress(it / steps)
-            if remembers and data.starts_anew(it):
+            if remembers and data.restarts_text(it):
                 carry = [[] for _ in range(s.gradient_accumulation_steps)]
-            mean, norm = take_step(*data.windows(it), *([carry] if remembers else []))
+            mean, norm = take_step(*data.windows(it), carry)
             it += 1
             bar.update()
 
-            # what is due after it
+            # what is due after it; ckpt.pt comes last, as it keeps the log's place
             is_last = it >= steps
             stop = asked_to_stop(caught, it, s, machine)
-            due = lambda interval: is_last or it % interval == 0
-            kept = [words for words in s.checkpoint_words
-                    if it == max(1, int(words / data.words_per_step))]
-            must_save = due(s.save_interval) or stop
-            if due(s.log_interval) or kept or must_save:
+            logs, evaluates, saves = (is_last or it % interval == 0 for interval in (
+                s.log_interval, s.eval_interval, s.save_interval))
+            saves = saves or stop
+            milestones = [words for words in s.checkpoint_words
+                          if it == max(1, int(words / data.words_per_step))]
+            if logs or milestones or saves:
                 check_finite(mean, norm, it, out)
-            if due(s.log_interval):
+            if logs:
                 values = {name: machine.mean(value) for name, value in mean.items()}
                 speed = (it - timed) * data.rows * data.T / (time.perf_counter() - clock)
-                timed, clock = it, time.perf_counter()
                 log.write(it, **values, lr=lr, grad_norm=norm.item(), tokens_per_s=round(speed),
                           words=round(it * data.words_per_step))
                 show_step(bar, it, values['loss'], speed, data, s, machine)
-            for words in kept:
+            for words in milestones:
                 save(out / f'ckpt_{human(words)}.pt', it, model, data, s, machine)
-            if due(s.eval_interval):
+            if evaluates:
                 log.write(it, **evaluate(model, data, it, machine))
-            if must_save:
-                save(out / 'ckpt.pt', it, model, data, s, machine, carry=carry,
+            if saves:
+                ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
+                save(out / 'ckpt.pt', it, model, data, s, machine, ranks=ranks,
                      optimizer=optimizer.state_dict(), log=log.place())
-            if kept or must_save or due(s.eval_interval):
+            if logs or milestones or evaluates or saves:
                 timed, clock = it, time.perf_counter()
             if stop and not is_last:
                 machine.say(f'stopped at step {it:,}; to continue, add --resume to the command')
                 machine.close()
                 sys.exit(128 + stop)
+    machine.say(f'saved     {out}/ckpt.pt')
     if s.sample_tokens:
         show_sample(model, data, s, machine)
-    else:
-        machine.say(f'saved     {out}/ckpt.pt')
 
 
 def asked_to_stop(caught, it, s, machine):

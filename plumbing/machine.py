@@ -70,10 +70,15 @@ class Machine:
             dist.all_gather_object(items, item)
         return items
 
-    def close(self):
-        """All processes end together: if one ends early, torchrun ends the others."""
+    def barrier(self):
+        """All processes wait for each other."""
         if self.world > 1:
             dist.barrier()
+
+    def close(self):
+        """All processes end together: if one ends early, torchrun ends the others."""
+        self.barrier()
+        if self.world > 1:
             dist.destroy_process_group()
 
     def memory(self):

@@ -31,7 +31,7 @@ def checksum(plain):
     """Of its code, without comments and docstrings; None if its source is not there."""
     try:
         return zlib.crc32(code_of(inspect.getsource(plain)).encode())
-    except OSError:
+    except (OSError, TypeError):
         return None
 
 

@@ -119,22 +119,23 @@ def test_an_epoch_reads_every_window_once_and_is_cut_anew(make_data):
     data = make_data(a=np.arange(1000))
     offsets, orders = set(), []
     for epoch in range(60):
-        orders.append(data.order(epoch))
+        orders.append(data.epoch_starts(epoch))
         starts = np.sort(orders[-1])
         missing = np.setdiff1d(np.arange(starts.min() % 8, 992, 8), starts)
         assert len(missing) <= 1 and len(np.unique(starts)) == data.n_windows == 124
         assert starts.max() + 8 < 1000                           # the last target is there
         offsets.add(starts.min() % 8)
     assert offsets == {*range(8)} and not np.array_equal(orders[0], np.sort(orders[0]))
-    assert np.array_equal(make_data(a=np.arange(1000)).order(3), orders[3])  # seed and epoch alone
-    assert not np.array_equal(make_data(a=np.arange(1000), seed=7).order(3), orders[3])
+    again = make_data(a=np.arange(1000))
+    assert np.array_equal(again.epoch_starts(3), orders[3])      # seed and epoch alone
+    assert not np.array_equal(make_data(a=np.arange(1000), seed=7).epoch_starts(3), orders[3])
 
 
 def test_windows_are_a_function_of_the_step(make_data):
     """In any order of asking, by any object; a step runs on into the next epoch."""
     settings = dict(a=np.arange(1000), batch_size=25, gradient_accumulation_steps=2)
     data, other = make_data(**settings), make_data(**settings)
-    orders = np.concatenate([data.order(epoch) for epoch in range(3)])
+    orders = np.concatenate([data.epoch_starts(epoch) for epoch in range(3)])
     for step in (6, 0, 2, 1, 6):
         x, y = data.windows(step)
         assert x.shape == (2, 25, 8) and torch.equal(y, x + 1)
@@ -160,9 +161,9 @@ def test_padding_is_no_target(make_data):
 
 
 def test_stride_and_words_per_epoch(make_data):
-    starts = np.sort(make_data(a=np.arange(1000), stride=2).order(0))
+    starts = np.sort(make_data(a=np.arange(1000), stride=2).epoch_starts(0))
     assert {*np.diff(starts)} <= {2, 4} and len(starts) == 496
-    assert len(make_data(a=np.arange(1000), stride=2, epoch_words=100.0).order(0)) == 25
+    assert len(make_data(a=np.arange(1000), stride=2, epoch_words=100.0).epoch_starts(0)) == 25
 
 
 def test_bins_end_to_end():
@@ -184,7 +185,7 @@ def test_sets_are_read_together(make_data):
 
 def test_chunks_stay_aligned(make_data):
     data = make_data(a=np.tile([1, 2, 3, EOT], 100), end=[EOT] * 4)
-    assert all((data.order(epoch) % 4 == 0).all() for epoch in range(4))
+    assert all((data.epoch_starts(epoch) % 4 == 0).all() for epoch in range(4))
     with pytest.raises(UserError, match='multiples of a chunk'):
         make_data(a=np.arange(400), end=[EOT] * 4, T=10)
 
@@ -192,10 +193,10 @@ def test_chunks_stay_aligned(make_data):
 def test_rows_of_a_stream_read_on_where_they_stopped(make_data):
     data = make_data(a=np.arange(1000), stream=True, batch_size=3, gradient_accumulation_steps=2)
     steps = data.n_windows // 6
-    starts = np.array([data.starts(step) for step in range(2 * steps)])
+    starts = np.array([data.step_starts(step) for step in range(2 * steps)])
     for epoch in (starts[:steps], starts[steps:]):
         assert (np.diff(epoch, axis=0) == 8).all() and len(np.unique(epoch)) == epoch.size == 120
-    assert [step for step in range(2 * steps) if data.starts_anew(step)] == [0, steps]
+    assert [step for step in range(2 * steps) if data.restarts_text(step)] == [0, steps]
 
 
 def test_the_number_of_steps(make_data):
@@ -303,7 +304,7 @@ def test_a_run_equals_the_loop_written_out(tiny, data_dir, tmp_path):
     for step, (lr, row) in enumerate(zip(rates, log, strict=True), 1):
         gradient = {n: torch.zeros_like(p) for n, p in named.items()}
         mean = dict(loss=0.0, block_balance=0.0, expert_balance=0.0)
-        for half in data.order(0)[4 * step - 4:4 * step].reshape(2, 2):
+        for half in data.epoch_starts(0)[4 * step - 4:4 * step].reshape(2, 2):
             x, y = (torch.stack([text[i + shift:i + shift + 32] for i in half]) for shift in (0, 1))
             _, loss, aux = model(x, y)
             for name, value in dict(aux, loss=loss).items():
@@ -342,7 +343,7 @@ def test_a_stream_with_memory_is_one_long_text(tiny, data_dir, tmp_path):
          data_dir=folder.parent, data='short', batch_size=data.s.batch_size,
          gradient_accumulation_steps=2)
     segments = [[part.flatten(0, 1) for part in data.windows(step)] for step in range(4)]
-    assert data.starts_anew(2) and not data.starts_anew(1)
+    assert data.restarts_text(2) and not data.restarts_text(1)
     model, _ = load_checkpoint(tmp_path / 'run')
     costs = []
     with torch.no_grad():

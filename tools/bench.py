@@ -28,7 +28,7 @@ from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
-from train import Data, fast_step, make_optimizer
+from train import Data, make_step, make_optimizer
 
 
 # ---- The rows of the table ----------------------------------------------------------------------
@@ -136,7 +136,7 @@ class RandomTokens(Data):
         self.random = np.random.default_rng(0)
         self.bins = [self.random.integers(vocab_size, size=64 * (T + 1), dtype=np.uint32)]
 
-    def starts(self, step):
+    def step_starts(self, step):
         rows = self.s.batch_size * self.s.gradient_accumulation_steps
         return self.random.integers(63 * (self.T + 1), size=rows)
 
@@ -149,7 +149,7 @@ def training(model, s, T, machine):
         take = nanogpt_step(model, s, machine)
     else:
         optimizer = make_optimizer(model, s, machine)
-        take = fast_step(model.train(), optimizer, s, machine, steps=200)
+        take = make_step(model.train(), optimizer, s, machine, steps=200)
     step = lambda: take(*data.windows(0))
     step()                                               # compiles, and allocates AdamW's state
     if machine.cuda:
