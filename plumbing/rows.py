@@ -43,9 +43,10 @@ class Rows:
         if not sparse:
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        self.gate_NK, self.choice_NK = gate_NK, choice_NK
-        self.is_empty_NK = (gate_NK == 0) & sparse
-        group = choice_NK.masked_fill(self.is_empty_NK, n_choices).flatten()
+        is_empty_NK = (gate_NK == 0) & sparse
+        self.gate_NK = torch.where(is_empty_NK, 0, gate_NK)      # without a row, no gradient
+        self.choice_NK = choice_NK
+        group = choice_NK.masked_fill(is_empty_NK, n_choices).flatten()
         self.pair, self.row, ends = order_by_choice(group, n_choices + 1)
         self.ends_E = ends[:-1]
         self.row_NK = self.row.view_as(choice_NK)
@@ -72,8 +73,7 @@ class Rows:
         return Gather.apply(x_NKD.flatten(0, 1), self.pair, self.row[:, None])
 
     def restore(self, y_RD):
-        y_NKD = Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.row_NK.shape, -1)
-        return y_NKD.masked_fill(self.is_empty_NK[:, :, None], 0)
+        return Gather.apply(y_RD, self.row, self.pair[:, None]).view(*self.row_NK.shape, -1)
 
     def combine(self, y_RD):
         return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
@@ -176,5 +176,8 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def zero_rest(y_RF, ends_E):
+    if y_RF.is_cpu and not torch.compiler.is_compiling():
+        y_RF[int(ends_E[-1]):] = 0
+        return y_RF
     is_rest = torch.arange(len(y_RF), device=y_RF.device) >= ends_E[-1]
     return y_RF.masked_fill(is_rest[:, None], 0)
