@@ -182,18 +182,18 @@ class Router(nn.Module):
 
 
 class Rows:
-    """N tokens with K choices each, as R rows: a row is a token and one of its choices. The rows of
-    a choice lie together, so each is one matrix product. Where a gate is 0 there is no row."""
+    """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
+    a choice lie together, so a choice is one matrix product. A gate of 0 has no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
         if not sparse:                                   # all choices, with gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
         gate, choice = gate_NK.flatten(), choice_NK.flatten()
-        pair = choice.argsort(stable=True)               # the N*K pairs (token, k), by choice
-        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) of each row: pair,
-        self.token = self.pair // choice_NK.size(1)                      # token,
-        self.choice, self.gate = choice[self.pair], gate[self.pair]      # choice and gate
-        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
+        pair = choice.argsort(stable=True)               # N*K pairs (token, k), by choice
+        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) a row's pair,
+        self.token = self.pair // choice_NK.size(1)                      # its token,
+        self.choice, self.gate = choice[self.pair], gate[self.pair]      # its choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # how many rows each has
         self.shape = choice_NK.shape                     # N, K
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -202,7 +202,7 @@ class Rows:
     def linear(self, x_RD, w_EDF):                       # x_RD @ w_EDF[choice]
         return torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
 
-    def combine(self, y_RD):                             # rows -> the gated sum of each token's
+    def combine(self, y_RD):                             # rows -> a token's gated sum
         y_RD = self.gate[:, None] * y_RD
         return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
 
