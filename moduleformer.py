@@ -11,32 +11,22 @@ An attention module has its own query and output maps. All modules of a layer sh
 so a token can attend to every earlier token, whichever modules that token chose. Attention is
 *stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
 breaks off the fraction sigmoid(z) of what is left. Of two equal matches the later one gets more, so
-the model knows the order of tokens without positional embeddings, and it runs at any length.
-`insert_experts` adds modules for a new domain, so less of the old one is forgotten. `prune_experts`
-removes modules that a domain rarely uses: before fine-tuning or, with `concentration`, after it.
+the model needs no positional embeddings, and it runs at any length. `insert_experts` adds modules
+for a new domain, `prune_experts` removes those that a domain rarely uses.
 
 What to look at first: `stick_weights`, `Router`, `Rows`, then `AttentionModules.forward`.
-Measured (four epochs of 10M words of BabyLM-style text, three seeds): 3.437 nats per token,
-BLiMP 69.6; a dense model of equal active size has a lower loss, 3.384, and a lower BLiMP, 66.2
-(docs/results.md).
+Measured (10M words, four epochs, three seeds): 3.437 nats per token and BLiMP 69.6; a dense model
+of equal active size has 3.384 and 66.2 (docs/results.md).
 
-Departures from the paper, and choices that it leaves open:
+Departures that change a number (docs/moduleformer.md has all of them):
 - Eq. 3 has no scale. We divide z by sqrt(d), and a module has several heads, as in IBM's release.
-- Eq. 6 is the mutual information of tokens and modules, Eq. 7 its negative. The text wants the
-  information large, so we minimise Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight). Do not
-  also add `concentration`, H(m): mi is H(m|x) - H(m), and their plain sum would balance nothing.
-- The losses use the softmax before Top-K, because the printed g, which is 0 for all but K modules,
-  does not sum to 1. Every loss, `rout_reg` (Eq. 10) too, is summed over all 2 * n_layer routers.
-- We read "previous batch" (section 3.2) as the previous segment of the same text (`train.py
-  --stream --memory=T`, which gives `features` the same cache again). A token sees up to 2T tokens
-  itself (5.1), N_L*T through N_L layers (3.2).
-- Not given in the paper: LayerNorm, exact GELU, no biases, `init_weights`, `dropout`. An untied
-  head follows from Table 4's counts. p(m) of Eq. 7 is a micro-batch's, as in IBM's release.
+- Eq. 6 is the mutual information of tokens and modules. The text wants it large, so we minimise its
+  negative, Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight).
+- Every loss is a sum over all 2 * n_layer routers, and uses the softmax before Top-K.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K; row r: token[r] and
-module choice[r]), F inner width (d_att, d_ffd), H heads of width d, Q tokens of a query
-block; A, B of Eq. 2.
+tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width (d_att,
+d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
 """
 
 import math
@@ -234,25 +224,25 @@ class AttentionModules(nn.Module):
         self.o = Stack(n, c.new_att, c.d_att, c.n_embd)
         self.kv = None if c.identity_kv else nn.Linear(c.n_embd, 2 * c.d_att, bias=c.released)
 
-    def forward(self, x, past):
+    def forward(self, x, cache):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.q.n_modules, self.config.sparse)
         q_NKF = rows.restore(rows.linear(rows.spread(x_ND), self.q()))
         q = q_NKF.unflatten(0, x.shape[:2]).unflatten(-1, (self.config.n_head, -1))
         q = q.permute(0, 3, 1, 2, 4)                            # (B, H, T, K, d)
-        k, v = self.keys_and_values(x.to(q.dtype), past)        # (B, H, S, d)
+        k, v = self.keys_and_values(x.to(q.dtype), cache)        # (B, H, S, d)
         y = break_stick(q, k, v, self.config.query_block)
         y_NKF = y.permute(0, 2, 3, 1, 4).reshape(q_NKF.shape)
         y_ND = rows.combine(rows.linear(rows.sort(y_NKF), self.o()))     # Eq. 5
         return y_ND.view_as(x), (k, v), losses
 
-    def keys_and_values(self, x, past):
-        """(B, H, S, d) each: of the past, if there is one, a (k, v), and of x."""
+    def keys_and_values(self, x, cache):
+        """(B, H, S, d) each: those of the cache, this layer's (k, v) of earlier text, and of x."""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = (y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v))
-        if past:
-            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        if cache:
+            k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
         return k, v
 
 
@@ -282,29 +272,30 @@ class Block(nn.Module):
     """Both pools read the residual stream through a LayerNorm, and add to it."""
     def __init__(self, config, layer, router):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.norm_1, self.norm_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
         self.att = AttentionModules(config, layer, router)
         self.ffd = FFNModules(config, layer, router)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past):
-        y, keys, att_losses = self.att(self.ln_1(x), past)
+    def forward(self, x, cache):
+        y, keys, att_losses = self.att(self.norm_1(x), cache)
         x = x + self.dropout(y)
-        y, ffd_losses = self.ffd(self.ln_2(x))
+        y, ffd_losses = self.ffd(self.norm_2(x))
         losses = [*att_losses.items(), *ffd_losses.items()]      # names repeat
         return x + self.dropout(y), keys, losses
 
 
 class ModuleFormer(nn.Module):
-    router = Router                                      # a class; arena/ has others
+    router = Router                                      # a class that an idea may replace: arena/
     gates_sum_to_1 = False                               # not renormalised; tools.check reads this
+
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, i, self.router) for i in range(c.n_layer))
-        self.ln_f = nn.LayerNorm(c.n_embd)
+        self.norm_f = nn.LayerNorm(c.n_embd)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
 
@@ -312,7 +303,7 @@ class ModuleFormer(nn.Module):
         """1/sqrt(fan-in), less for maps that add to the residual stream; 0.02 for wte, head, A."""
         for name, p in self.named_parameters():
             kind = name.split('.')[-2]
-            if 'ln_' in name or ('.router.' in name and kind not in ('A', 'B')):
+            if 'norm_' in name or ('.router.' in name and kind not in ('A', 'B')):
                 continue                 # norms; a custom router initialises its own extra weights
             if name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -337,7 +328,7 @@ class ModuleFormer(nn.Module):
                 cache[i:i + 1] = [keys]                  # replaces the old ones, or extends
             for name, loss in losses:
                 aux[name] = aux.get(name, 0) + loss
-        return self.ln_f(x), aux
+        return self.norm_f(x), aux
 
     def logits(self, x):
         """Of final-norm states (B, T, D)."""
@@ -384,15 +375,17 @@ class ModuleFormer(nn.Module):
             self.features(idx)
         return routes
 
-    def count_params(self):
+    def count_params(self, taken={}):
         """Total, and active: what multiplies a token. The head counts, the embedding does not. Of a
-        pool, the router and K modules count, with adapters (tools/lora.py) if there are any."""
+        pool, the router and K modules count, or as many as `taken` says, {pool: modules per token},
+        with adapters (tools/lora.py) if there are any."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
             if isinstance(stack, Stack) and '.router.' not in name:   # a router is used whole
                 size = sum(p.numel() for p in stack.parameters())
-                idle += size - size * self.config.top_k // stack.n_modules
+                used = taken.get(name.rpartition('.')[0], self.config.top_k)
+                idle += size - round(size * used / stack.n_modules)
         return total, total - idle
 
 

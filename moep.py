@@ -146,7 +146,7 @@ class ParallelLayer(nn.Module):
     """P small Transformer blocks read the same input; a token gets the weighted sum of its K:
         out[t] = sum_k gate[t, k] * block[choice[t, k]](x)[t]
     A block returns x plus an update. The gates sum to 1, so out is x plus the gated updates."""
-    def __init__(self, config, layer, router=Router):
+    def __init__(self, config, layer, router):           # router: a class, Router or your own
         super().__init__()
         P, D = config.n_block, config.n_embd_parallel
         self.config = config
@@ -154,10 +154,10 @@ class ParallelLayer(nn.Module):
         self.router = router(D, P, config)
         # The P blocks' weights are stacked. Stacked vectors are 2-D like matrices: names in ...gain
         # and ...bias tell train.py not to decay them.
-        self.ln_1_gain = nn.Parameter(torch.ones(P, D))
-        self.ln_1_bias = nn.Parameter(torch.zeros(P, D))
-        self.ln_2_gain = nn.Parameter(torch.ones(P, D))
-        self.ln_2_bias = nn.Parameter(torch.zeros(P, D))
+        self.norm_1_gain = nn.Parameter(torch.ones(P, D))
+        self.norm_1_bias = nn.Parameter(torch.zeros(P, D))
+        self.norm_2_gain = nn.Parameter(torch.ones(P, D))
+        self.norm_2_bias = nn.Parameter(torch.zeros(P, D))
         self.qkv, self.qkv_bias = linear_stack(P, D, 3 * D)
         self.proj, self.proj_bias = linear_stack(P, D, D)
         hidden = (8 if config.swiglu else 4) * D         # SwiGLU: gate and up
@@ -170,7 +170,7 @@ class ParallelLayer(nn.Module):
         x_ND = x.flatten(0, 1)
 
         # Attention runs in all blocks, as later tokens may choose any of them: P*H heads at once.
-        q, k, v = project_all(x, self.ln_1_gain, self.ln_1_bias, self.qkv, self.qkv_bias, H)
+        q, k, v = project_all(x, self.norm_1_gain, self.norm_1_bias, self.qkv, self.qkv_bias, H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         y_NPD = y.transpose(1, 2).reshape(len(x_ND), P, -1)
 
@@ -179,7 +179,7 @@ class ParallelLayer(nn.Module):
         rows = Rows(gate_NK, choice_NK, P, self.config.sparse)
         att_RD = self.dropout(rows.linear(rows.pick(y_NPD), self.proj, self.proj_bias))
         x_RD = rows.spread(x_ND) + att_RD
-        h_RF = rows.norm_linear(x_RD, self.ln_2_gain, self.ln_2_bias, self.fc, self.fc_bias)
+        h_RF = rows.norm_linear(x_RD, self.norm_2_gain, self.norm_2_bias, self.fc, self.fc_bias)
         h_RF = activate(h_RF, self.config.swiglu)
         ffn_RD = self.dropout(rows.linear(h_RF, self.down, self.down_bias))
         update_ND = rows.combine(att_RD + ffn_RD)
@@ -201,7 +201,7 @@ def linear_stack(n, d_in, d_out):
 
 class MoE(nn.Module):
     """Shrink or grow (section 3.3): K of E linear or SwiGLU experts change a token's width."""
-    def __init__(self, d_in, d_out, config, router=Router):
+    def __init__(self, d_in, d_out, config, router):
         super().__init__()
         self.config = config
         self.router = router(d_in, config.n_expert, config)
@@ -257,24 +257,24 @@ class Block(nn.Module):
         D = config.n_embd
         self.config = config
         self.layer = layer
-        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.norm_1, self.norm_2 = nn.LayerNorm(D), nn.LayerNorm(D)
         self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
         self.fc, self.down = nn.Linear(D, (8 if config.swiglu else 4) * D), nn.Linear(4 * D, D)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache=None):
         B, T, D = x.shape
-        qkv = self.qkv(self.ln_1(x)).view(B, T, 3, self.config.n_head, -1)
+        qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.config.n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)             # each (B, H, T, D/H)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
-        return x + self.dropout(self.down(activate(self.fc(self.ln_2(x)), self.config.swiglu)))
+        return x + self.dropout(self.down(activate(self.fc(self.norm_2(x)), self.config.swiglu)))
 
 
 # ---- The model -----------------------------------------------------------------------------------
 
 class MoEP(nn.Module):
-    router = Router                                      # a class; arena/ has others
+    router, layer = Router, ParallelLayer                # classes that an idea may replace: arena/
 
     def __init__(self, config):
         super().__init__()
@@ -285,12 +285,12 @@ class MoEP(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.first = nn.ModuleList(Block(c, i) for i in range(before))
         self.parallel = nn.ModuleList(
-            ParallelLayer(c, before + i, self.router) for i in range(c.n_parallel))
+            self.layer(c, before + i, self.router) for i in range(c.n_parallel))
         self.last = nn.ModuleList(Block(c, c.n_parallel + i) for i in range(before, c.n_layer))
         if c.n_parallel:
             self.shrink = MoE(c.n_embd, c.n_embd_parallel, c, self.router)
             self.grow = MoE(c.n_embd_parallel, c.n_embd, c, self.router)
-        self.ln_f = nn.LayerNorm(c.n_embd)
+        self.norm_f = nn.LayerNorm(c.n_embd)
         if not c.tied:
             self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights()
@@ -310,7 +310,7 @@ class MoEP(nn.Module):
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
             if name.endswith('bias'):
                 nn.init.zeros_(p)
-            elif 'ln_' not in name:                      # gains are ones already
+            elif 'norm_' not in name:                    # gains are ones already
                 nn.init.normal_(p, std=std)
 
     def features(self, idx, cache=None):
@@ -336,7 +336,7 @@ class MoEP(nn.Module):
                 aux[f'expert_{name}'] = aux.get(f'expert_{name}', 0) + loss
         for block in self.last:
             x = block(x, cache)
-        return self.ln_f(x), aux
+        return self.norm_f(x), aux
 
     def logits(self, x):
         """Of final-norm states (B, T, D)."""
@@ -386,16 +386,18 @@ class MoEP(nn.Module):
             self.features(idx)
         return routes
 
-    def count_params(self):
-        """Total, and active: what one token uses. Of projections, FFNs and experts, K count."""
+    def count_params(self, taken={}):
+        """Total, and active: what one token uses. Of projections, FFNs and experts these are K, or
+        as many as `taken` says, {layer: choices per token}."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up
         if not self.config.tied:                         # otherwise wte is also the head
             idle += self.wte.weight.numel()
         for name, p in self.named_parameters():
             routed = name.startswith(('parallel', 'shrink', 'grow')) and '.router.' not in name
-            if routed and any(part in name for part in ('proj', 'ln_2', 'fc', 'down')):
-                idle += p.numel() - p.numel() * self.config.top_k // len(p)
+            if routed and any(part in name for part in ('proj', 'norm_2', 'fc', 'down')):
+                used = taken.get(name.rpartition('.')[0], self.config.top_k)
+                idle += p.numel() - round(p.numel() * used / len(p))
         return total, total - idle
 
 

@@ -103,13 +103,13 @@ class Gumbel(nn.Module):
     Training is straight-through: the gradient of pi is that of the soft weights, so the router
     learns. An f_i that a token does not take gets a gradient only from the router's input, and from
     the mix if the token takes that. (Its keys and values get one from later tokens.)"""
-    def __init__(self, config):
+    def __init__(self, config, router):                  # router: a class, Router or your own
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
         self.router_reads_mix = config.connection == 'gumbel1'
         self.combine = linear(k * d, d, std=1 / math.sqrt(k * d))
         d_router = d if self.router_reads_mix else k * d                     # Table 1
-        self.router = Router(d_router, k + 1, config)
+        self.router = router(d_router, k + 1, config)
 
     def forward(self, outputs):
         joined = torch.cat(outputs, -1)                                      # (B, T, k*d'), Eq. 1
@@ -128,21 +128,31 @@ class Router(nn.Module):
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
+        self.n_choices = n_choices
         self.linear = linear(d, n_choices)
 
     def forward(self, x):
-        c = self.config
-        with torch.autocast(x.device.type, enabled=False):   # in bfloat16 close scores would tie
-            score = self.linear(x.to(self.linear.weight.dtype))
-            if self.training:
-                pi = F.gumbel_softmax(score, c.temperature, c.hard)
-            elif c.hard:
-                pi = F.one_hot(score.argmax(-1), score.size(-1)).to(score.dtype)
-            else:
-                pi = (score / c.temperature).softmax(-1)
-            losses = routing_losses(score, pi, c.aux_form)
-        choices = torch.arange(pi.size(-1), device=x.device).expand_as(pi)
+        score = self.score(x)
+        choices = self.choose(score)
+        pi, losses = self.weigh(score)
         return pi, choices, losses
+
+    def score(self, x):                                  # how good is each path, and the mix?
+        with torch.autocast(x.device.type, enabled=False):   # in bfloat16 close scores would tie
+            return self.linear(x.to(self.linear.weight.dtype))
+
+    def choose(self, score):                             # all of them
+        return torch.arange(score.size(-1), device=score.device).expand_as(score)
+
+    def weigh(self, score):                              # with which weights?
+        c = self.config
+        if self.training:
+            pi = F.gumbel_softmax(score, c.temperature, c.hard)
+        elif c.hard:
+            pi = F.one_hot(score.argmax(-1), score.size(-1)).to(score.dtype)
+        else:
+            pi = (score / c.temperature).softmax(-1)
+        return pi, routing_losses(score, pi, c.aux_form)
 
 
 SIGNS = dict(intended=(-1, -1), printed=(1, 1), released=(-1, 1))        # of Eq. 8 and of Eq. 9
@@ -162,7 +172,7 @@ def routing_losses(score, pi, form):
 
 class ParallelLayer(nn.Module):
     """k blocks side by side and their Connection. Block i keeps entry layer + i of the KV cache."""
-    def __init__(self, config, layer, is_last):
+    def __init__(self, config, layer, router, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
         hidden = c.path_ffn_hidden or [None] * k
@@ -173,7 +183,7 @@ class ParallelLayer(nn.Module):
             next_widths = [c.n_embd] if is_last else c.path_embd
             self.connection = Share(sum(c.path_embd), next_widths)
         else:
-            self.connection = Gumbel(c)                  # after the last layer, `grow` maps to d_L
+            self.connection = Gumbel(c, router)          # after the last layer, `grow` maps to d_L
 
     def forward(self, inputs, tables, cache):
         outputs = [block(x, tables, cache) for block, x in zip(self.blocks, inputs)]
@@ -257,6 +267,8 @@ class Block(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class PaPaformer(nn.Module):
+    router = Router                                      # a class that an idea may replace
+
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -269,7 +281,7 @@ class PaPaformer(nn.Module):
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.first = nn.ModuleList(Block(c, i, *full) for i in range(before))
         self.parallel = nn.ModuleList(
-            ParallelLayer(c, before + k * i, is_last=i == c.n_parallel - 1)
+            ParallelLayer(c, before + k * i, self.router, is_last=i == c.n_parallel - 1)
             for i in range(c.n_parallel))
         self.last = nn.ModuleList(
             Block(c, k * c.n_parallel + i, *full) for i in range(before, c.n_layer))
@@ -315,9 +327,12 @@ class PaPaformer(nn.Module):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
+        logits = self.logits(x)
         if targets is None:
-            return self.logits(x), None, aux
-        loss = head_loss(x, self.head.weight, targets, reduction)    # cross-entropy of self.head(x)
+            return logits, None, aux
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
     @torch.no_grad()
@@ -344,7 +359,7 @@ class PaPaformer(nn.Module):
         routes = {}                                      # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
-                if isinstance(module, Router):
+                if isinstance(module, self.router):
                     def record(router, args, result, name=name.removesuffix('.connection.router')):
                         pi, _, _ = result
                         routes[name] = pi.view(*idx.shape, -1)
@@ -394,23 +409,6 @@ def compose(paths, **settings):
         for block, path in zip(layer.blocks, paths):
             block.load_state_dict(path.first[i].state_dict())
     return model
-
-
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
-def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
-    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
-    and to read. The padding has a bias of -inf, so its probability is 0."""
-    V = len(weight)
-    extra = -V % 64 if x.is_cuda else 0
-    bias = None
-    if extra:
-        weight = F.pad(weight, (0, 0, 0, extra))
-        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
-    logits = F.linear(x, weight, bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 surgeries = [compose]                                    # what tools/surgery.py offers

@@ -12,7 +12,7 @@ instead of I, so a negative gate can erase it. Gates start at zero, where they c
 get gradients. Then everything trains on a new domain, and `select_gates` removes each gate without
 which the model's head predicts at least as well from that layer's state.
 
-What to look at first: `SelfMoE.states`, where Eq. 2 is computed, then `select_gates`.
+What to look at first: `gated_layers`, where Eq. 2 is computed, then `select_gates`.
 Measured (fine-tuned on math, three seeds): 2.436 nats per token without gates (31.6M parameters),
 2.431 with matrix gates (32.1M), and 2.405 as a mixture of FFNs (36.0M), which `upcycle` makes. In
 the paper's Table 5 gates beat the mixture.
@@ -22,7 +22,8 @@ Departures that change a number (docs/selfmoe.md has all of them):
 - The paper projects states through the head. We apply the final norm first, as the model does.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
-tokens, D width, H heads, d width of a head, E experts, K chosen per token, F hidden width.
+tokens, D width, H heads, d width of a head, E experts, K chosen per token, R rows (at most N*K),
+F hidden width.
 """
 
 import math
@@ -53,6 +54,7 @@ class SelfMoEConfig:
     window: int | None = None         # tokens that a token sees, itself included; None: all
     tied: bool = False                # the embedding is also the head
     dropout: float = 0.0              # on attention and both residual branches
+    sparse: bool = True               # False: all E experts for every token, then drop E - K
 
     def __post_init__(self):
         assert self.d_head or self.n_embd % (2 * self.n_head) == 0, \
@@ -80,117 +82,18 @@ class Gate(nn.Module):
         return self.weight * h
 
 
-class SelfMoE(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = c = config
-        gated = range(1, c.n_layer) if c.gate_layers is None else c.gate_layers
-        if c.gate == 'none':
-            gated = []
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
-        self.gates = nn.ModuleDict({str(i): Gate(c.gate, c.n_embd) for i in gated})
-        self.norm_f = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
-        if not c.tied:
-            self.head = linear(c.n_embd, c.vocab_size)
-        nn.init.normal_(self.wte.weight, std=0.02)
-
-    def states(self, idx, cache=None):
-        """For each layer, yields its state h = block_out + gate_out, block_out, gate_out (None if
-        there is no gate), and the block's auxiliary losses."""
-        past = cache[0][0].size(2) if cache else 0
-        length = past + idx.size(1)
-        if length > self.config.block_size:
-            raise ValueError(
-                f'{length} tokens are more than the block_size of {self.config.block_size}')
-        h = self.wte(idx)                                # (B, T, D)
-        wide = torch.promote_types(h.dtype, torch.float32)
-        position = torch.arange(past, length, device=h.device, dtype=wide)
-        table = rotary(position, self.blocks[0].d_head, self.config.rope_base)
-        for i, block in enumerate(self.blocks):
-            block_out, losses = block(h, table, cache)
-            if str(i) in self.gates:
-                gate_out = self.gates[str(i)](h)
-                h = block_out + gate_out                 # Eq. 2
-            else:
-                gate_out = None
-                h = block_out                            # Eq. 1
-            yield h, block_out, gate_out, losses
-
-    def features(self, idx, cache=None):
-        """(B, T) token ids -> final-norm states (B, T, D), aux. aux has a mixture's balance loss,
-        summed over layers, and the mean size of what each block and each gate returns (Fig. 2)."""
-        aux = {}
-        for i, (h, block_out, gate_out, losses) in enumerate(self.states(idx, cache)):
-            for name, loss in losses.items():
-                aux[name] = aux.get(name, 0) + loss
-            aux[f'layer_size_{i}'] = mean_size(block_out)
-            if gate_out is not None:
-                aux[f'gate_size_{i}'] = mean_size(gate_out)
-        return self.norm_f(h), aux
-
-    def logits(self, x):
-        """Of final-norm states (B, T, D)."""
-        return F.linear(x, self.head_weight)
-
-    def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
-        x, aux = self.features(idx, cache)
-        if targets is None:
-            return self.logits(x), None, aux
-        loss = head_loss(x, self.head_weight, targets, reduction)    # cross-entropy of the logits
-        return None, loss, aux
-
-    @property
-    def head_weight(self):
-        return self.wte.weight if self.config.tied else self.head.weight
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
-        limit = self.config.block_size
-        cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
-        for _ in range(max_new_tokens):
-            if cache and cache[0][0].size(2) == limit:
-                cache, new = [], idx[:, -max(1, limit // 2):]
-            logits = self(new, cache=cache)[0][:, -1].float()
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
-            if temperature > 0:
-                new = torch.multinomial((logits / temperature).softmax(-1), 1)
-            idx = torch.cat((idx, new), 1)
-        return idx
-
-    @torch.no_grad()
-    def routes(self, idx):
-        """{layer: (B, T, E)}: a mixture's gates, 0 where not chosen. Call eval() first."""
-        routes = {}                                      # in the order of the layers
-        with ExitStack() as hooks:                       # removed at the end of `with`
-            for name, module in self.named_modules():
-                if isinstance(module, Router):
-                    def record(router, args, result, name=name.removesuffix('.ffn.router')):
-                        gate_NK, choice_NK, losses = result
-                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
-                        routes[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
-                    hooks.enter_context(module.register_forward_hook(record))
-            self.features(idx)
-        return routes
-
-    def count_params(self):
-        """Total, and active: K of E experts, and not the embedding, which is only looked up."""
-        total = sum(p.numel() for p in self.parameters())
-        idle = 0 if self.config.tied else self.wte.weight.numel()
-        for name, p in self.named_parameters():
-            if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
-                idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
-        return total, total - idle
-
-
-def mean_size(h):
-    """Root mean square over channels, mean over tokens. For the log only."""
-    return h.detach().float().square().mean(-1).sqrt().mean()
+def gated_layers(blocks, gates, h, table, cache):
+    """For each layer, yields its state h = block_out + gate_out, block_out, gate_out (None if there
+    is no gate), and the block's auxiliary losses. table: rotary positions."""
+    for i, block in enumerate(blocks):
+        block_out, losses = block(h, table, cache)
+        if str(i) in gates:
+            gate_out = gates[str(i)](h)
+            h = block_out + gate_out                     # Eq. 2
+        else:
+            gate_out = None
+            h = block_out                                # Eq. 1
+        yield h, block_out, gate_out, losses
 
 
 # ---- The LLaMA block that gates stand around -----------------------------------------------------
@@ -255,7 +158,7 @@ class FFN(nn.Module):
 
 class Block(nn.Module):
     """B_i (Eq. 6 and 7): RMSNorm, rotary grouped-query attention, RMSNorm, FFN or mixture."""
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, router):
         super().__init__()
         c, D = config, config.n_embd
         self.layer = layer
@@ -269,7 +172,7 @@ class Block(nn.Module):
         self.norm_2 = nn.RMSNorm(D, eps=c.norm_eps)
         self.qkv = linear(D, sum(self.counts) * self.d_head)
         self.proj = linear(c.n_head * self.d_head, D, small)
-        self.ffn = FFN(D, hidden, small) if c.n_expert == 1 else Mixture(c, hidden, small)
+        self.ffn = FFN(D, hidden, small) if c.n_expert == 1 else Mixture(c, hidden, small, router)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, table, cache):
@@ -288,45 +191,194 @@ class Block(nn.Module):
 
 class Router(nn.Module):
     """Scores E experts per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
-    losses."""
-    def __init__(self, d, n_choices, top_k):
+    losses by name."""
+    def __init__(self, d, n_choices, config):
         super().__init__()
+        self.config = config
         self.n_choices = n_choices
-        self.top_k = top_k
         self.linear = linear(d, n_choices)
 
     def forward(self, x_ND):
+        score_NE = self.score(x_ND)
+        choice_NK = self.choose(score_NE)
+        gate_NK, losses = self.weigh(score_NE, choice_NK)
+        return gate_NK, choice_NK, losses
+
+    def score(self, x_ND):                              # how good is each choice?
         with torch.autocast(x_ND.device.type, enabled=False):   # in bfloat16 close scores would tie
-            prob_NE = self.linear(x_ND.to(self.linear.weight.dtype)).softmax(-1)
-        order_NE = prob_NE.argsort(descending=True, stable=True)     # topk breaks ties by device
-        choice_NK = order_NE[:, :self.top_k]
-        prob_NK = prob_NE.gather(1, choice_NK)
-        gate_NK = prob_NK / prob_NK.sum(-1, keepdim=True)
+            return self.linear(x_ND.to(self.linear.weight.dtype))
+
+    def choose(self, score_NE):                         # which K does a token take?
+        prob_NE = score_NE.softmax(-1)
+        order_NE = prob_NE.argsort(descending=True, stable=True)    # the lower index wins a tie
+        return order_NE[:, :self.config.top_k]
+
+    def weigh(self, score_NE, choice_NK):               # with which gates?
+        prob_NE = score_NE.softmax(-1)
+        gate_NK = prob_NE.gather(1, choice_NK)
+        gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
+        return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
+
+    def balance_loss(self, prob_NE, choice_NK):
+        """Switch: E * sum of share of the picks * mean probability; 1 if balanced, at most E/K."""
         chosen_NE = torch.zeros_like(prob_NE).scatter(1, choice_NK, 1.0)
-        share_E = chosen_NE.mean(0) / self.top_k         # of all N*K picks, no gradient
-        balance = self.n_choices * (share_E * prob_NE.mean(0)).sum()     # 1 if balanced, or K = E
-        return gate_NK, choice_NK, dict(balance=balance)
+        share_E = chosen_NE.mean(0) / choice_NK.size(1)  # of all N*K picks, no gradient
+        return prob_NE.size(1) * (share_E * prob_NE.mean(0)).sum()
+
+
+class Rows:
+    """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
+    a choice lie together, so a choice is one matrix product. A gate of 0 has no row."""
+    def __init__(self, gate_NK, choice_NK, n_choices, sparse):
+        if not sparse:                                   # all choices, with gate 0 if not chosen
+            gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
+            choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()
+        pair = choice.argsort(stable=True)               # N*K pairs (token, k), by choice
+        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) a row's pair,
+        self.token = self.pair // choice_NK.size(1)                      # its token,
+        self.choice, self.gate = choice[self.pair], gate[self.pair]      # its choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # how many rows each has
+        self.shape = choice_NK.shape                     # N, K
+
+    def spread(self, x_ND):                              # tokens -> rows
+        return x_ND[self.token]
+
+    def linear(self, x_RD, w_EDF):                       # x_RD @ w_EDF[choice]
+        return torch.cat([x @ w for x, w in zip(x_RD.split(self.sizes), w_EDF)])
+
+    def combine(self, y_RD):                             # rows -> a token's gated sum
+        y_RD = self.gate[:, None] * y_RD
+        return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
 
 
 class Mixture(nn.Module):
-    """E SwiGLU experts, of which each token takes K. All E are computed for all tokens; a gate of 0
-    drops what was not chosen. In the paper's case, 2 of 2, this is fastest (docs/speed.md). With
-    K < E the experts cost E/K times what the chosen ones alone would."""
-    def __init__(self, config, hidden, small):
+    """E SwiGLU experts, of which each token takes K:
+        out[t] = sum_k gate[t, k] * expert[choice[t, k]](x[t])"""
+    def __init__(self, config, hidden, small, router):
         super().__init__()
         E, D = config.n_expert, config.n_embd
-        self.router = Router(D, E, config.top_k)
+        self.sparse = config.sparse
+        self.router = router(D, E, config)
         self.fc = nn.Parameter(0.02 * torch.randn(E, D, 2 * hidden))         # gate and up
         self.down = nn.Parameter(small * torch.randn(E, hidden, D))
 
     def forward(self, x):
         x_ND = x.flatten(0, 1)
         gate_NK, choice_NK, losses = self.router(x_ND)
-        weight_NE = gate_NK.new_zeros(len(x_ND), len(self.fc)).scatter(1, choice_NK, gate_NK)
-        gate_ENF, up_ENF = (x_ND @ self.fc).chunk(2, dim=-1)
-        y_END = (F.silu(gate_ENF) * up_ENF) @ self.down
-        y_ND = (weight_NE.T[:, :, None] * y_END).sum(0)  # weights as (E, N, 1)
+        rows = Rows(gate_NK, choice_NK, len(self.fc), self.sparse)
+        gate_RF, up_RF = rows.linear(rows.spread(x_ND), self.fc).chunk(2, dim=-1)
+        y_ND = rows.combine(rows.linear(F.silu(gate_RF) * up_RF, self.down))
         return y_ND.view_as(x), losses
+
+
+# ---- The model -----------------------------------------------------------------------------------
+
+class SelfMoE(nn.Module):
+    router = Router                                      # a class that an idea may replace
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        gated = range(1, c.n_layer) if c.gate_layers is None else c.gate_layers
+        if c.gate == 'none':
+            gated = []
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.blocks = nn.ModuleList(Block(c, i, self.router) for i in range(c.n_layer))
+        self.gates = nn.ModuleDict({str(i): Gate(c.gate, c.n_embd) for i in gated})
+        self.norm_f = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
+        if not c.tied:
+            self.head = linear(c.n_embd, c.vocab_size)
+        nn.init.normal_(self.wte.weight, std=0.02)
+
+    def states(self, idx, cache=None):
+        """What `gated_layers` yields for (B, T) token ids."""
+        past = cache[0][0].size(2) if cache else 0
+        length = past + idx.size(1)
+        if length > self.config.block_size:
+            raise ValueError(
+                f'{length} tokens are more than the block_size of {self.config.block_size}')
+        h = self.wte(idx)                                # (B, T, D)
+        wide = torch.promote_types(h.dtype, torch.float32)
+        position = torch.arange(past, length, device=h.device, dtype=wide)
+        table = rotary(position, self.blocks[0].d_head, self.config.rope_base)
+        return gated_layers(self.blocks, self.gates, h, table, cache)
+
+    def features(self, idx, cache=None):
+        """(B, T) token ids -> final-norm states (B, T, D), aux. aux has a mixture's balance loss,
+        summed over layers, and the mean size of what each block and each gate returns (Fig. 2)."""
+        aux = {}
+        for i, (h, block_out, gate_out, losses) in enumerate(self.states(idx, cache)):
+            for name, loss in losses.items():
+                aux[name] = aux.get(name, 0) + loss
+            aux[f'layer_size_{i}'] = mean_size(block_out)
+            if gate_out is not None:
+                aux[f'gate_size_{i}'] = mean_size(gate_out)
+        return self.norm_f(h), aux
+
+    def logits(self, x):
+        """Of final-norm states (B, T, D)."""
+        return F.linear(x, (self.wte if self.config.tied else self.head).weight)
+
+    def forward(self, idx, targets=None, cache=None, reduction='mean'):
+        """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
+        x, aux = self.features(idx, cache)
+        logits = self.logits(x)
+        if targets is None:
+            return logits, None, aux
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
+        return None, loss, aux
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half."""
+        limit = self.config.block_size
+        cache, new = [], idx[:, -limit:]                 # new: what the cache does not hold yet
+        for _ in range(max_new_tokens):
+            if cache and cache[0][0].size(2) == limit:
+                cache, new = [], idx[:, -max(1, limit // 2):]
+            logits = self(new, cache=cache)[0][:, -1].float()
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.argmax(-1, keepdim=True)        # greedy, if temperature is 0
+            if temperature > 0:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1)
+            idx = torch.cat((idx, new), 1)
+        return idx
+
+    @torch.no_grad()
+    def routes(self, idx):
+        """{layer: (B, T, E)}: a mixture's gates, 0 where not chosen. Call eval() first."""
+        routes = {}                                      # in the order of the layers
+        with ExitStack() as hooks:                       # removed at the end of `with`
+            for name, module in self.named_modules():
+                if isinstance(module, self.router):
+                    def record(router, args, result, name=name.removesuffix('.ffn.router')):
+                        gate_NK, choice_NK, losses = result
+                        gate_NE = gate_NK.new_zeros(len(gate_NK), router.n_choices)
+                        routes[name] = gate_NE.scatter(1, choice_NK, gate_NK).view(*idx.shape, -1)
+                    hooks.enter_context(module.register_forward_hook(record))
+            self.features(idx)
+        return routes
+
+    def count_params(self, taken={}):
+        """Total, and active: of E experts K, or as many as `taken` says, {layer: choices per token}.
+        The embedding does not count, as it is only looked up."""
+        total = sum(p.numel() for p in self.parameters())
+        idle = 0 if self.config.tied else self.wte.weight.numel()
+        for name, p in self.named_parameters():
+            if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
+                used = taken.get(name.partition('.ffn.')[0], self.config.top_k)
+                idle += p.numel() - round(p.numel() * used / self.config.n_expert)
+        return total, total - idle
+
+
+def mean_size(h):
+    """Root mean square over channels, mean over tokens. For the log only."""
+    return h.detach().float().square().mean(-1).sqrt().mean()
 
 
 # ---- Surgery: add gates to a trained model, remove some after training ---------------------------
@@ -401,22 +453,11 @@ def upcycle(model, n=2, k=2):
     return new
 
 
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
-def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
-    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
-    and to read. The padding has a bias of -inf, so its probability is 0."""
-    V = len(weight)
-    extra = -V % 64 if x.is_cuda else 0
-    bias = None
-    if extra:
-        weight = F.pad(weight, (0, 0, 0, extra))
-        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
-    logits = F.linear(x, weight, bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss.view_as(targets) if reduction == 'none' else loss
-
+try:                            # the same results, faster on a GPU, while they are unedited
+    from plumbing.rows import faster
+    Rows = faster(Rows)
+except ImportError:             # a copy of this file needs nothing else
+    pass
 
 surgeries = [add_gates, select_gates, upcycle]           # what tools/surgery.py offers
 Config, Model = SelfMoEConfig, SelfMoE                   # what train.py looks for

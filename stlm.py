@@ -93,9 +93,6 @@ class TokenEnds(nn.Module):
     def logits(self, states, idx):
         return F.linear(states, self.wte.weight)
 
-    def loss(self, states, idx, targets, reduction):
-        return head_loss(states, self.wte.weight, targets, reduction)    # cross-entropy of logits
-
 
 class ByteEnds(nn.Module):
     """Symbols are bytes, end-of-chunk ($), end-of-text and padding (_). Every chunk takes L =
@@ -161,11 +158,6 @@ class ByteEnds(nn.Module):
     def logits(self, states, idx):
         """(B, T + 1, V) logits of symbols 0 to T. Symbol 0 is no target, so forward drops it."""
         return self.spell(states, self.cut(idx)).flatten(1, 2)[:, :idx.size(1) + 1]
-
-    def loss(self, states, idx, targets, reduction):
-        logits = self.logits(states, idx)[:, 1:].flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-        return loss.view_as(targets) if reduction == 'none' else loss
 
 
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
@@ -384,10 +376,13 @@ class STLM(Transformer):
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, {}; with targets (-1: ignored) None, loss, {}. Extends a cache."""
-        states = self.read(idx, cache)
+        logits = self.ends.logits(self.read(idx, cache), idx)[:, self.ends.n_start:]
         if targets is None:
-            return self.ends.logits(states, idx)[:, self.ends.n_start:], None, {}
-        return None, self.ends.loss(states, idx, targets, reduction), {}
+            return logits, None, {}
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
+        return None, loss, {}
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -433,23 +428,6 @@ class STLM(Transformer):
                    for a, f in zip(self.attention_of, self.ffn_of))
         total = count(self)
         return total, total - stored + used
-
-
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
-def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
-    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
-    and to read. The padding has a bias of -inf, so its probability is 0."""
-    V = len(weight)
-    extra = -V % 64 if x.is_cuda else 0
-    bias = None
-    if extra:
-        weight = F.pad(weight, (0, 0, 0, extra))
-        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
-    logits = F.linear(x, weight, bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = STLMConfig, STLM                         # what train.py looks for

@@ -319,12 +319,15 @@ class STLMDepth(nn.Module):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         states, aux, _ = self.read(idx, cache)
+        logits = self.exit_logits(states[-1])
         if targets is None:
-            return self.exit_logits(states[-1]), None, aux
-        loss = head_loss(self.norm_f(states[-1]), self.wte.weight, targets, reduction)
+            return logits, None, aux
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
         if self.training and self.config.exit_loss:
-            early = self.norm_f(draw_exits(states))
-            aux['exit'] = head_loss(early, self.wte.weight, targets, 'mean')
+            early = self.exit_logits(draw_exits(states))
+            aux['exit'] = F.cross_entropy(early.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return None, loss, aux
 
     @torch.no_grad()
@@ -371,23 +374,6 @@ class STLMDepth(nn.Module):
                 block = sum(p.numel() for p in layer.block.parameters())
                 active -= round((1 - self.config.capacity) * block)
         return total, active
-
-
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
-def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
-    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
-    and to read. The padding has a bias of -inf, so its probability is 0."""
-    V = len(weight)
-    extra = -V % 64 if x.is_cuda else 0
-    bias = None
-    if extra:
-        weight = F.pad(weight, (0, 0, 0, extra))
-        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
-    logits = F.linear(x, weight, bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 Config, Model = STLMDepthConfig, STLMDepth               # what train.py looks for

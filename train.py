@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from plumbing.bins import load_bin, read_windows, route_shares, score_batches, val_batches
+from plumbing.bins import count_routes, load_bin, read_windows, score_batches, val_batches
 from plumbing.checkpoint import (build_model, context_limit, copy_model, find_run, start_from,
                                  write_checkpoint)
 from plumbing.cli import UserError, caught_signals, human, run_main
@@ -133,7 +133,7 @@ def evaluate(model, data, it, machine):
                     f"{score['perplexity']:.5g}, {score['bits_per_byte']:.4f} bits per byte")
     x, _ = next(data.val_batches(next(iter(data.val))))
     return dict(words=round(it * data.words_per_step), val=scores,
-                routes=route_shares(model, x, machine))
+                **count_routes(model, x, machine))
 
 
 # ---- Where a run starts, and what it saves ------------------------------------------------------
@@ -153,7 +153,9 @@ def load_data_and_model(s, module, keys, ckpt, machine):
     elif s.init_from:
         model = start_from(s.init_from, s.model, keys, tokenizer)
     else:
-        config = make_config(module, dict(vocab_size=tokenizer.n_vocab) | keys)
+        multiple = 64 if len(tokenizer.end) == 1 else 1  # faster on a GPU; chunks need what they say
+        vocab_size = math.ceil(tokenizer.n_vocab / multiple) * multiple
+        config = make_config(module, dict(vocab_size=vocab_size) | keys)
         check_vocabulary(config, tokenizer, folders[0])
         with torch.device('meta' if s.max_iters == 0 else 'cpu'):    # meta: a plan needs no weights
             model = module.Model(config)

@@ -200,11 +200,18 @@ def measure(folder):
     run = next(line['run'] for line in lines if 'run' in line)
     last = [line for line in lines if 'val' in line][-1]
     scores, = last['val'].values()
-    config = import_model(run['settings']['model']).Config(**run['config'])
+    module = import_model(run['settings']['model'])
+    config = module.Config(**run['config'])
     window = run['settings']['seq_len'] or config.block_size
+    active = run['active']
+    other = {layer: n for layer, n in last['taken'].items() if n != getattr(config, 'top_k', n)}
+    if other:                                            # a token does not always take top_k
+        with torch.device('meta'):
+            _, active = module.Model(config).count_params(other)
     return dict(
-        {key: run[key] for key in ('device', 'torch', 'parameters', 'active')},
-        flops_per_token=training_flops(config, run['active'], window),
+        {key: run[key] for key in ('device', 'torch', 'parameters')},
+        active=active,
+        flops_per_token=training_flops(config, active, window),
         tokens=run['steps'] * run['tokens_per_step'],
         tokens_per_s=statistics.median(line['tokens_per_s'] for line in lines if 'loss' in line),
         minutes=last['seconds'] / 60,

@@ -13,23 +13,19 @@ With n_expert > 1 every FFN becomes E experts, of which each token takes K (fine
 2024, "DeepSeekMoE"); all tokens take `n_shared` more. The width of an expert makes the arithmetic
 equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
-What to look at first: `Block.forward`, then `Experts.forward`. You can skip "Fast path", the last
-section: where it is used, a comment says in plain code what it computes.
-Measured on the toy stories (0.5M tokens, three seeds, each at the rate its sweep chose): dense loss
-1.194, with Muon 1.206, no clear difference; GPT-2 has 1.245. On BabyLM-style text, three seeds:
-1.256 bits per byte, with Muon 1.233; routed, a fifth of the choices dropped, 1.224 (docs/arena.md).
+What to look at first: `Block.forward`, then `Rows` and `Experts.forward`.
+Measured on BabyLM-style text (28M parameters, three seeds): 1.256 bits per byte, with Muon 1.233;
+routed, a fifth of the choices dropped, 1.224 (docs/arena.md).
 
 Choices, and their reasons:
-- No gains: the matrix after most norms can hold one as well (not after those of the embeddings, of
-  queries and keys, of the tied head). So all parameters are matrices or embeddings, as suits Muon.
-- The embedding is also the head. Two separate tables would be over a third of a model of this size.
-- The gates of a token's K experts sum to 1, and the gated sum is multiplied by K: with equal gates,
-  the K experts add up as the parts of a dense FFN do.
-- Train experts with `loss + 0.01 * aux['balance']`. At top_k = 1 the gate is always 1: the router
-  learns from the balance loss alone.
+- No gains: the matrix after most norms can hold one as well. So all parameters are matrices or
+  embeddings, as suits Muon.
+- The embedding is also the head. Two tables would be over a third of a model of this size.
+- A token's gates sum to 1, and the gated sum is multiplied by K: with equal gates, the K experts
+  add up as the parts of a dense FFN do. Train experts with `loss + 0.01 * aux['balance']`.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
-width of a head, E experts, K chosen per token, R = N*K rows sorted by expert, F hidden width.
+width of a head, E experts, K chosen per token, R rows (at most N*K), F hidden width.
 """
 
 import math
@@ -98,28 +94,31 @@ class Block(nn.Module):
         self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c, router)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x, past, cache):
+    def forward(self, x, table, cache):
         B, T, D = x.shape
         n = norm(x)
         heads = (B, T, self.config.n_head, -1)
         q, k, v = (linear(n).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = rope(norm(q), past), rope(norm(k), past)  # (B, H, T, d), of length sqrt(d)
+        q, k = rotate(norm(q), table), rotate(norm(k), table)    # (B, H, T, d), of length sqrt(d)
         y = attend(q, k, v, cache, self.layer, self.dropout.p if self.training else 0.0)
         x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(B, T, D)))
         y, losses = self.ffn(norm(x))
         return x + self.dropout(y), losses
 
 
-def rope(x, past, base=10000.0):
-    """Rotary positions of (B, H, T, d) heads: channels i and i + d/2, a pair, turn by an angle that
-    grows with position, from `past` on. (torch.compile warns of complex numbers; ignore it.)"""
-    half = x.size(-1) // 2
-    wide = torch.promote_types(x.dtype, torch.float32)   # bfloat16 cannot tell positions apart
-    position = torch.arange(past, past + x.size(-2), device=x.device, dtype=wide)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = position[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)    # if compiled: one table, never inlined
-    cos, sin = torch.view_as_real(turn).unbind(-1)       # angle.cos(), angle.sin()
+def rotary(position, d, base=10000.0):
+    """Rotary positions: the angles by which the d/2 pairs of channels of a head turn, as a table of
+    cosines and a table of sines, (T, d/2) each. Positions (T,) are float32 or wider, because
+    bfloat16 cannot tell large ones apart."""
+    pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
+    frequency = base ** (-pair / (d // 2))
+    angle = position[..., None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, table):
+    """Turn (B, H, T, d) heads: channels i and i + d/2 are a pair."""
+    cos, sin = table
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
@@ -269,9 +268,12 @@ class Dense(nn.Module):
             raise ValueError(
                 f'{length} tokens are more than the block_size of {self.config.block_size}')
         x = self.dropout(norm(self.wte(idx)))            # (B, T, D)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        position = torch.arange(past, length, device=x.device, dtype=wide)
+        table = rotary(position, self.config.n_embd // self.config.n_head)
         aux = {}
         for block in self.blocks:
-            x, losses = block(x, past, cache)
+            x, losses = block(x, table, cache)
             for name, loss in losses.items():
                 aux[name] = aux.get(name, 0) + loss
         return norm(x), aux
@@ -283,9 +285,12 @@ class Dense(nn.Module):
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, aux; with targets (-1: ignored) None, loss, aux. Extends a cache."""
         x, aux = self.features(idx, cache)
+        logits = self.logits(x)
         if targets is None:
-            return self.logits(x), None, aux
-        loss = head_loss(x, self.wte.weight, targets, reduction)     # cross-entropy of these logits
+            return logits, None, aux
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction=reduction)
+        loss = loss.view_as(targets) if reduction == 'none' else loss
         return None, loss, aux
 
     @torch.no_grad()
@@ -321,31 +326,16 @@ class Dense(nn.Module):
             self.features(idx)
         return routes
 
-    def count_params(self):
-        """Total, and active: K of E experts. wte counts once, as the head."""
+    def count_params(self, taken={}):
+        """Total, and active: of E experts K, or as many as `taken` says, {layer: choices per token}.
+        wte counts once, as the head."""
         total = sum(p.numel() for p in self.parameters())
         idle = 0
         for name, p in self.named_parameters():
             if p.dim() == 3 and '.router.' not in name:  # stacks of E experts, E adapters
-                idle += p.numel() - p.numel() * self.config.top_k // self.config.n_expert
+                used = taken.get(name.partition('.ffn.')[0], self.config.top_k)
+                idle += p.numel() - round(p.numel() * used / self.config.n_expert)
         return total, total - idle
-
-
-# ---- Fast path: the same results, faster (docs/speed.md) -----------------------------------------
-
-def head_loss(x, weight, targets, reduction):
-    """Cross-entropy of the logits F.linear(x, weight): states x (B, T, D), head (V, D). On a GPU
-    the vocabulary is padded to a multiple of 64: logits in rows of another length are slow to write
-    and to read. The padding has a bias of -inf, so its probability is 0."""
-    V = len(weight)
-    extra = -V % 64 if x.is_cuda else 0
-    bias = None
-    if extra:
-        weight = F.pad(weight, (0, 0, 0, extra))
-        bias = F.pad(weight.new_zeros(V), (0, extra), value=-math.inf)
-    logits = F.linear(x, weight, bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
-    return loss.view_as(targets) if reduction == 'none' else loss
 
 
 try:                            # the same results, faster on a GPU, while they are unedited

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from arena.dense import Dense, DenseConfig, FeedForward, head_loss
+from arena.dense import Dense, DenseConfig, FeedForward
 
 
 @dataclass
@@ -54,18 +54,13 @@ class Loop(Dense):
     def logits(self, x):
         return self.head(self.narrow(x))
 
-    def forward(self, idx, targets=None, cache=None, reduction='mean'):
-        x, aux = self.features(idx, cache)
-        if targets is None:
-            return self.logits(x), None, aux
-        return None, head_loss(self.narrow(x), self.head.weight, targets, reduction), aux
-
-    def count_params(self):
+    def count_params(self, taken={}):
         """Total, and active: a weight that a token meets in each pass counts each time."""
         active = sum(m.weight.numel() for m in (self.wte[1], self.narrow, self.head))
         for name, p in self.blocks.named_parameters(remove_duplicate=False):
             is_stack = p.dim() == 3 and '.router.' not in name
-            active += p.numel() * self.config.top_k // len(p) if is_stack else p.numel()
+            used = taken.get(f'blocks.{name.partition(".ffn.")[0]}', self.config.top_k)
+            active += round(p.numel() * used / len(p)) if is_stack else p.numel()
         return sum(p.numel() for p in self.parameters()), active
 
 

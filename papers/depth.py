@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from papers.common import open_run, run_parser, val_tokens
-from plumbing.bins import read_windows, route_shares, score_batches, val_batches
+from plumbing.bins import read_windows, count_routes, score_batches, val_batches
 from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
 
@@ -121,7 +121,7 @@ def main():
         routed['forecast'] = score(model)
         routed['top'] = score(LookingAhead(model))
         x, _ = next(windows())
-        shares = route_shares(model, x, machine)
+        shares = count_routes(model, x, machine)['routes']
         routed['passed'] = {layer: share for layer, (share, _) in shares.items()}
         print(f"the forecast decides  loss {routed['forecast']['loss']:.4f}, "
               f"{routed['forecast']['bits_per_byte']:.4f} bits per byte")

@@ -245,8 +245,8 @@ def moep_weights(theirs):
     model = theirs.model
     first, shrink, *layers, grow, last = model.layers
     weights = {'wte.weight': model.embed_tokens.weight, 'wpe.weight': model.embed_positions.weight,
-               'ln_f.weight': model.norm.layer_norm.weight,
-               'ln_f.bias': model.norm.layer_norm.bias}
+               'norm_f.weight': model.norm.layer_norm.weight,
+               'norm_f.bias': model.norm.layer_norm.bias}
     for name, block in (('first.0', first), ('last.0', last)):
         weights |= {f'{name}.{part}.{kind}': p for (part, kind), p in block_weights(block).items()}
     for name, moe in (('shrink', shrink), ('grow', grow)):
@@ -258,7 +258,7 @@ def moep_weights(theirs):
         blocks = [block_weights(block) for block in layer.blocks]
         for part, kind in blocks[0]:
             stack = torch.stack([block[part, kind] for block in blocks])
-            norm = part in ('ln_1', 'ln_2')
+            norm = part in ('norm_1', 'norm_2')
             suffix = '_bias' if kind == 'bias' else '_gain' if norm else ''
             weights[f'parallel.{i}.{part}{suffix}'] = stack if suffix else stack.mT  # ours: in, out
     return weights
@@ -267,7 +267,7 @@ def moep_weights(theirs):
 def block_weights(block):
     """{(our name, weight or bias): tensor}"""
     attention, ffn = block.attention, block.feedforward
-    parts = dict(ln_1=[block.norm_1.layer_norm], ln_2=[block.norm_2.layer_norm],
+    parts = dict(norm_1=[block.norm_1.layer_norm], norm_2=[block.norm_2.layer_norm],
                  qkv=[attention.Q, attention.K, attention.V], proj=[attention.O],
                  fc=[ffn.linear1], down=[ffn.linear2])
     return {(part, kind): torch.cat([getattr(module, kind) for module in modules])

@@ -66,16 +66,17 @@ def score_batches(model, batches, tokenizer, machine):
 
 
 @torch.no_grad()
-def route_shares(model, x, machine):
-    """{layer: the share of the picks that went to each choice}. Where every choice gets something
-    from every token, the share of the gates."""
+def count_routes(model, x, machine):
+    """routes: {layer: the share of the picks that went to each choice}. Where every choice gets
+    something from every token, the share of the gates. taken: {layer: choices per token}"""
     model.eval()
     with machine.autocast():
         routes = model.routes(machine.send(x))
     model.train()
-    shares = {}
+    shares, taken = {}, {}
     for name, gate in routes.items():
-        taken = gate if gate.all() else gate != 0
-        count = taken.flatten(0, 1).sum(0).cpu().double()
+        picks = gate if gate.all() else gate != 0
+        count = picks.flatten(0, 1).sum(0).cpu().double()
         shares[name] = [round(v, 4) for v in (count / count.sum().clamp(min=1)).tolist()]
-    return shares
+        taken[name] = (gate != 0).sum(-1).double().mean().item()
+    return dict(routes=shares, taken=taken)

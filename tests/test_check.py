@@ -20,7 +20,7 @@ from test_contract import CASES
 from tools import check
 
 SMALL = dict(vocab_size=32, block_size=12, n_layer=2, n_head=2, n_embd=16)
-MOEP = dict(SMALL, n_parallel=2, n_head_parallel=1, n_embd_parallel=8, n_block=3, n_expert=3)
+MOEP = dict(SMALL, n_parallel=2, n_head_parallel=1, n_embd_parallel=8, n_block=4, n_expert=4)
 POOLS = dict(SMALL, n_att=3, d_att=8, n_ffd=4, d_ffd=8, d_router=8, query_block=5)
 
 
@@ -91,8 +91,8 @@ def swapped(self, x_ND):
     return choice_NK, gate_NK, losses
 
 
-def three_in_training(self, score_NE):
-    return score_NE.argsort(descending=True)[:, :3 if self.training else 2]
+def four_in_training(self, score_NE):
+    return score_NE.argsort(descending=True)[:, :4 if self.training else 2]
 
 
 def doubled(self, score_NE, choice_NK):
@@ -106,7 +106,7 @@ def the_same_twice(self, score_NE):
 
 FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
     # hidden while the bias is zero
-    ('causal', 'next token', states(lambda m, x, idx: x + m.ln_f.bias * x.roll(-1, 1))),
+    ('causal', 'next token', states(lambda m, x, idx: x + m.norm_f.bias * x.roll(-1, 1))),
     ('causal', 'expert choice', router(score=lambda r, x: Router.score(r, x).softmax(0))),
     # from 0, whatever the cache holds
     ('cached', 'positions', states(lambda m, x, idx: x + m.wpe.weight[:idx.size(1)])),
@@ -118,7 +118,7 @@ FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
         lambda m, x, idx: x * m.scale,
         __init__=built(lambda m: setattr(m, 'scale', torch.randn(m.config.n_embd))))),
     ('routes', 'gates sum to 2', router(weigh=doubled)),
-    ('routes', 'more in training', router(choose=three_in_training)),
+    ('routes', 'more in training', router(choose=four_in_training)),
     ('routes', 'the same twice', type('Twice', (router(choose=the_same_twice),),
                                       dict(gates_sum_to_1=False))),
     ('gradients', 'root of 0', states(lambda m, x, idx: x + (x - x).square().sqrt())),

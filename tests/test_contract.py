@@ -16,7 +16,7 @@ MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4
             top_k=2, expert_hidden=24)
 PAPA = dict(SMALL, n_parallel=2, path_embd=[8, 8], path_head=[2, 1], path_ffn_hidden=[12, 20])
 POOLS = dict(SMALL, n_att=4, d_att=8, n_ffd=5, d_ffd=16, top_k=2, d_router=16, query_block=5)
-LLAMA = dict(SMALL, n_kv_head=1, ffn_hidden=12)
+LLAMA = dict(SMALL, n_kv_head=1, ffn_hidden=16)
 BYTES = dict(LLAMA, vocab_size=9, block_size=16, byte_limit=3, byte_embd=8, byte_layer=1,
              byte_head=2)
 DEPTH = dict(LLAMA, n_layer=4, capacity=0.4)
@@ -153,7 +153,7 @@ def test_routes(name):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-TABLE, FFN = 37 * 16, 3 * 16 * 12                        # an embedding; SwiGLU of a hidden width 12
+TABLE, FFN = 37 * 16, 3 * 16 * 16                        # an embedding; SwiGLU of a hidden width 16
 ATTENTION = 16 * (2 + 1 + 1) * 8 + 16 * 16               # two heads of queries, one of keys, values
 SMALL_BLOCK = 8 * 8 + 8 + 2 * 8 + 4 * 8 * 8 + 8          # MoEP's: without norm_1, qkv, fc
 IDLE = {

@@ -100,7 +100,7 @@ def test_starts_as_an_embedding():
 def test_positions_in_bfloat16():
     """bfloat16 cannot tell position 257 from 256: angles are float32."""
     x = torch.randn(1, 1, 8, 4).bfloat16()
-    turned = dense.rope(x, past=300)
+    turned = dense.rotate(x, dense.rotary(torch.arange(300.0, 308), 4))
     assert turned.dtype == torch.bfloat16
     for t in range(8):
         want = turn(x[0, 0, t].double(), 300 + t)

@@ -110,15 +110,15 @@ def oracle(model, idx):
     for row in idx:
         x = [model.wte.weight[i] for i in row]
         for i, b in enumerate(model.blocks):
-            u = [norm(b.ln_1, v) for v in x]
+            u = [norm(b.norm_1, v) for v in x]
             for t in range(len(x)):
                 gates = route(b.att.router, u[t], logs[f'blocks.{i}.att'])
                 x[t] = x[t] + sum(g * attention_module(b.att, e, u, t, c) for e, g in gates.items())
             for t in range(len(x)):
-                v = norm(b.ln_2, x[t])
+                v = norm(b.norm_2, x[t])
                 gates = route(b.ffd.router, v, logs[f'blocks.{i}.ffd'])
                 x[t] = x[t] + sum(g * ffn_module(b.ffd, e, v) for e, g in gates.items())
-        out.append(torch.stack([model.head.weight @ norm(model.ln_f, v) for v in x]))
+        out.append(torch.stack([model.head.weight @ norm(model.norm_f, v) for v in x]))
     aux = {}
     for name, log in logs.items():
         for kind, loss in losses(log, model.get_submodule(name).router.A).items():

@@ -70,12 +70,12 @@ def oracle(model, idx):
 
     def full_block(b, x):
         maps = [(linear.weight.T, linear.bias) for linear in (b.qkv, b.proj, b.fc, b.down)]
-        norms = [(norm.weight, norm.bias) for norm in (b.ln_1, b.ln_2)]
+        norms = [(norm.weight, norm.bias) for norm in (b.norm_1, b.norm_2)]
         return block(x, c.n_head, c.swiglu, norms[0], *maps[:2], norms[1], *maps[2:])
 
     def small_block(layer, p, x):
-        names = ('ln_1', 'qkv', 'proj', 'ln_2', 'fc', 'down')
-        parts = [(getattr(layer, f'{name}_gain' if 'ln' in name else name)[p],
+        names = ('norm_1', 'qkv', 'proj', 'norm_2', 'fc', 'down')
+        parts = [(getattr(layer, f'{name}_gain' if 'norm' in name else name)[p],
                   getattr(layer, f'{name}_bias')[p]) for name in names]
         return block(x, c.n_head_parallel, c.swiglu, *parts)
 
@@ -101,7 +101,7 @@ def oracle(model, idx):
             x = mixture('grow', m.grow, x)
         for b in m.last:
             x = full_block(b, x)
-        states = [F.layer_norm(v, v.shape, m.ln_f.weight, m.ln_f.bias) for v in x]
+        states = [F.layer_norm(v, v.shape, m.norm_f.weight, m.norm_f.bias) for v in x]
         rows.append(torch.stack([m.wte.weight @ v for v in states]))
     aux = {}
     for name, log in logs.items():

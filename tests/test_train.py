@@ -20,7 +20,7 @@ import torch.distributed as dist
 import moep
 import prepare
 import train
-from plumbing.bins import read_windows, route_shares, score_batches, val_batches
+from plumbing.bins import count_routes, read_windows, score_batches, val_batches
 from plumbing.checkpoint import load_checkpoint, read_checkpoint
 from plumbing.cli import UserError
 from plumbing.machine import Machine
@@ -257,7 +257,7 @@ def test_shares_of_routes():
     soft = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.2, 0.3]]])
     routes = dict(hard=hard, soft=soft, none=torch.zeros(1, 2, 3))
     model = SimpleNamespace(eval=lambda: None, train=lambda: None, routes=lambda x: routes)
-    shares = route_shares(model, torch.zeros(1), Machine('cpu'))
+    shares = count_routes(model, torch.zeros(1), Machine('cpu'))['routes']
     assert shares == dict(hard=[0.25, 0.5, 0.25], soft=[0.6, 0.2, 0.2], none=[0.0, 0.0, 0.0])
 
 

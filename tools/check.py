@@ -95,12 +95,12 @@ def find_routers(model):
 def check_outputs(model, router, args, out):
     """A forward hook: says what a router returns wrong, before the model fails over it."""
     name = type(router).__name__
-    size = len(args[0]), model.config.top_k
     parts = out if isinstance(out, tuple) else [out]
     kinds = [tuple(part.shape) if torch.is_tensor(part) else type(part).__name__ for part in parts]
-    assert kinds == [size, size, 'dict'], (
+    N, K = len(args[0]), getattr(model.config, 'top_k', router.n_choices)
+    assert kinds in ([(N, n), (N, n), 'dict'] for n in (K, K + 1)), (
         f'{name}.forward returned {kinds}; it must return gates and choices, both (N, top_k) = '
-        f'{size}, and a dict of losses (docs/routers.md)')
+        f'{(N, K)} or one more, and a dict of losses (docs/routers.md)')
     assert out[1].dtype == torch.long, (
         f'{name}.forward returned choices of {out[1].dtype}; they are indices, torch.int64, and '
         'come after the gates')
@@ -220,15 +220,14 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token's choices differ, at most top_k; gates sum to 1 (unless gates_sum_to_1 = False)"""
+    """a token's choices differ, at most top_k + 1; gates sum to 1 (unless gates_sum_to_1 = False)"""
     sum_to_1 = getattr(model, 'gates_sum_to_1', True)
+    notes = {}                                           # {layer: how many choices a token takes}
     for mode in ('eval', 'training'):
         gates = model.train(mode == 'training').routes(x)
-        taken = {name: int((gate > 0).sum(-1).max()) for name, gate in gates.items()}
         for name, chosen in choices(model, x).items():
             assert chosen.sort(-1).values.diff().all(), \
                 f'{name}: in {mode} a token takes one choice twice'
-            taken[name] = chosen.size(1)
         for name, gate in gates.items():
             assert gate.shape[:-1] == x.shape, f'{name}: {tuple(gate.shape)} is not (B, T, choices)'
             assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
@@ -236,13 +235,16 @@ def routes(module, model, x, y):
             assert not sum_to_1 or same(total, torch.ones_like(total)), (
                 f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if they '
                 'may, set gates_sum_to_1 = False')
-        for name, count in taken.items():
-            assert count <= getattr(model.config, 'top_k', count), (
-                f'{name}: in {mode} a token takes {count} choices; its cost is counted from '
-                f'top_k = {model.config.top_k}: take no more')
+            taken = (gate != 0).sum(-1).float()
+            K = getattr(model.config, 'top_k', gate.size(-1))
+            assert taken.max() <= K + 1, (
+                f'{name}: in {mode} a token takes {taken.max():.0f} choices: no more than top_k = '
+                f'{K}, and one that all tokens take')
+            if taken.mean() != K:
+                notes[name] = f'{name} takes {taken.mean():.2f}'
     kinds = sorted({type(router).__name__ for router in find_routers(model).values()})
     text = f"{', '.join(kinds)}: {routes.__doc__}".lstrip(': ')
-    return ('ok', text) if gates else ('-', 'nothing is chosen')
+    return ('ok', '; '.join([text, *notes.values()])) if gates else ('-', 'nothing is chosen')
 
 
 def gradients(module, model, x, y):

@@ -127,9 +127,9 @@ def read_gpt2(c, tensors, model):
     require(c, activation_function=['gelu_new', 'gelu_pytorch_tanh'], n_inner=[None, 4 * D],
             layer_norm_epsilon=[1e-5], scale_attn_weights=[True],
             scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
-    names = {'ln_1': 'ln_1', 'ln_2': 'ln_2', 'attn.c_attn': 'qkv', 'attn.c_proj': 'proj',
+    names = {'ln_1': 'norm_1', 'ln_2': 'norm_2', 'attn.c_attn': 'qkv', 'attn.c_proj': 'proj',
              'mlp.c_fc': 'fc', 'mlp.c_proj': 'down'}
-    weights = {name: tensors.take(name)
+    weights = {name.replace('ln_', 'norm_'): tensors.take(name)
                for name in ('wte.weight', 'wpe.weight', 'ln_f.weight', 'ln_f.bias')}
     for i in range(c['n_layer']):
         for theirs, ours in names.items():
@@ -210,15 +210,16 @@ def read_molm(c, tensors, model):
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
             k_mlp=[c['k_att']])
     identity_kv = c['att_hidden'] == c['n_embd'] and c['n_head'] == 1
-    names = {'ln_1.weight': 'ln_1.weight', 'ln_1.bias': 'ln_1.bias',
-             'ln_2.weight': 'ln_2.weight', 'ln_2.bias': 'ln_2.bias'}
+    names = {'ln_1.weight': 'norm_1.weight', 'ln_1.bias': 'norm_1.bias',
+             'ln_2.weight': 'norm_2.weight', 'ln_2.bias': 'norm_2.bias'}
     for theirs, ours, maps in (('attn.q_proj', 'att', ('q', 'o')), ('mlpf', 'ffd', ('fc', 'down'))):
         names |= {f'{theirs}.experts.weight': f'{ours}.{maps[0]}.weight',
                   f'{theirs}.output_experts.weight': f'{ours}.{maps[1]}.weight',
                   f'{theirs}.gate.w_gate.0.weight': f'{ours}.router.B.weight',
                   f'{theirs}.gate.w_gate.0.bias': f'{ours}.router.B.bias',
                   f'{theirs}.gate.w_gate.3.weight': f'{ours}.router.A.weight'}
-    weights = {name: tensors.take(name) for name in ('wte.weight', 'ln_f.weight', 'ln_f.bias')}
+    weights = {name.replace('ln_', 'norm_'): tensors.take(name)
+               for name in ('wte.weight', 'ln_f.weight', 'ln_f.bias')}
     head = tensors.take_head(c)
     weights['head.weight'] = weights['wte.weight'].clone() if head is None else head    # untied
     for i in range(c['n_layer']):

@@ -17,11 +17,14 @@ HERE = Path(__file__).parent
 MODELS = ('moep', 'moduleformer')                # those that live_model.js can run
 
 
-def pack_weights(model):
+def pack_weights(model, n_vocab):
     """-> (name, shape) of all weights; their values in float16, one after the other, as base64.
-    Stacks of (E, in, out) become (E, out, in): then every map is as nn.Linear has it."""
+    Stacks of (E, in, out) become (E, out, in): then every map is as nn.Linear has it. Tables lose
+    what pads the vocabulary."""
     weights = {name: p.transpose(1, 2) if p.dim() == 3 else p
                for name, p in model.state_dict().items()}
+    weights |= {name: weights[name][:n_vocab] for name in ('wte.weight', 'head.weight')
+                if name in weights}
     values = b''.join(p.half().contiguous().numpy().tobytes() for p in weights.values())
     return [(name, list(p.shape)) for name, p in weights.items()], base64.b64encode(values).decode()
 
@@ -40,7 +43,7 @@ def describe(path, prompt):
         model = import_model(name).absorb_inserted(model)    # inserted modules, among the others
     elif not model.config.n_parallel:
         raise UserError(f'{path} has no routers: there is nothing to choose')
-    shapes, weights = pack_weights(model)
+    shapes, weights = pack_weights(model, tokenizer.n_vocab)
     tokens = [token.decode('latin-1') for token in tokenizer.token_bytes[:tokenizer.eot]]
     return dict(
         name=str(path), folder=ckpt['folder'], model=name, config=asdict(model.config),

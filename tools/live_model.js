@@ -45,13 +45,13 @@ function parallelLayer(x, w, run, layer) {
   const out = x.map(row => row.slice());
   for (let p = 0; p < n_block; p++) {
     // Attention runs for all tokens, as later ones may choose this block.
-    const n = layer_norm(x, w.ln_1_gain[p], w.ln_1_bias[p]);
+    const n = layer_norm(x, w.norm_1_gain[p], w.norm_1_bias[p]);
     const y = attend(linear(n, w.qkv[p], w.qkv_bias[p]), n_head_parallel, run, `${layer}.${p}`);
     // The rest runs for the tokens that chose it: R rows.
     const tokens = tokensOf(gate_NP, p);
     const att_RD = linear(tokens.map(t => y[t]), w.proj[p], w.proj_bias[p]);
     const x_RD = add(tokens.map(t => x[t]), att_RD);
-    const n_RD = layer_norm(x_RD, w.ln_2_gain[p], w.ln_2_bias[p]);
+    const n_RD = layer_norm(x_RD, w.norm_2_gain[p], w.norm_2_bias[p]);
     const h_RF = activate(linear(n_RD, w.fc[p], w.fc_bias[p]), swiglu);
     const ffn_RD = linear(h_RF, w.down[p], w.down_bias[p]);
     combine(out, add(att_RD, ffn_RD), tokens, gate_NP, p);
@@ -115,9 +115,9 @@ function gelu(z) {                  // its approximation by tanh
 
 function block(x, w, run, layer) {
   const { n_head, swiglu } = run.config;
-  const y = attend(linear(norm(x, w.ln_1), w.qkv.weight, w.qkv.bias), n_head, run, layer);
+  const y = attend(linear(norm(x, w.norm_1), w.qkv.weight, w.qkv.bias), n_head, run, layer);
   x = add(x, linear(y, w.proj.weight, w.proj.bias));
-  const h = activate(linear(norm(x, w.ln_2), w.fc.weight, w.fc.bias), swiglu);
+  const h = activate(linear(norm(x, w.norm_2), w.fc.weight, w.fc.bias), swiglu);
   return add(x, linear(h, w.down.weight, w.down.bias));
 }
 
@@ -130,7 +130,7 @@ function moep(idx, w, run) {
   for (const i in w.parallel) x = parallelLayer(x, w.parallel[i], run, `parallel.${i}`);
   x = moe(x, w.grow, run, 'grow');
   for (const i in w.last) x = block(x, w.last[i], run, `last.${i}`);
-  return linear(norm(x, w.ln_f), w.wte.weight);
+  return linear(norm(x, w.norm_f), w.wte.weight);
 }
 
 // ---- ModuleFormer: pools of modules, stick-breaking attention -----------------------------------
@@ -170,21 +170,21 @@ function moduleformer(idx, w, run) {
   const exact_gelu = z => z / 2 * (1 + erf(z / Math.SQRT2));
   let x = idx.map(id => w.wte.weight[id]);
   for (const i in w.blocks) {
-    const { ln_1, ln_2, att, ffd } = w.blocks[i];
-    let n = norm(x, ln_1);
+    const { norm_1, norm_2, att, ffd } = w.blocks[i];
+    let n = norm(x, norm_1);
     const kv = run.join(`kv.${i}`, att.kv ? linear(n, att.kv.weight) : n);   // identity_kv: both
     x = add(x, pool(n, att, run, `blocks.${i}.att`, (x_RD, tokens, e) => {
       const q = linear(x_RD, att.q.weight[e]);
       const y = breakStick(q, tokens, kv, run.config.n_head, run.past);
       return linear(y, att.o.weight[e]);
     }));
-    n = norm(x, ln_2);
+    n = norm(x, norm_2);
     x = add(x, pool(n, ffd, run, `blocks.${i}.ffd`, (x_RD, tokens, e) => {
       const h_RF = linear(x_RD, ffd.fc.weight[e]).map(row => each(row, exact_gelu));
       return linear(h_RF, ffd.down.weight[e]);
     }));
   }
-  return linear(norm(x, w.ln_f), w.head.weight);
+  return linear(norm(x, w.norm_f), w.head.weight);
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
