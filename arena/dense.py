@@ -47,6 +47,7 @@ class DenseConfig:
     n_expert: int = 1                 # E: experts of each FFN; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
     n_shared: int = 0                 # more experts, which every token takes
+    route_every: int = 1              # 2: every second block has experts, the others a plain FFN
     dropout: float = 0.1              # on embeddings, attention and both residual branches
     drop_expert: float = 0.0          # in training a choice is left out with this probability
     sparse: bool = True               # False: all E experts for every token, then drop E - K
@@ -91,7 +92,8 @@ class Block(nn.Module):
         # Three matrices, not one: Muon treats each by itself.
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
         self.proj = nn.Linear(D, D, bias=False)
-        self.ffn = FeedForward(D, 4 * D) if c.n_expert == 1 else Experts(c, router)
+        is_routed = c.n_expert > 1 and layer % c.route_every == c.route_every - 1
+        self.ffn = Experts(c, router) if is_routed else FeedForward(D, 4 * D)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, table, cache):

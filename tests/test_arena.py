@@ -273,15 +273,15 @@ def test_welch():
     assert leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
 
 
-def test_flops_are_of_what_is_taken(home):
+def test_flops_are_of_what_is_taken(home, monkeypatch):
     """On the validation text, at the end: not of top_k."""
     entry = TINY | dict(n_parallel=1, n_head_parallel=1, n_embd_parallel=8, n_layer=2)
     run_here('train', ['train.py', *arena.options(entry), '--out_dir=out/routed'], home)
-    with working_in(home):
-        first = arena.measure('out/routed')
-        log = home / 'out/routed/log.jsonl'
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        lines[-1]['taken']['shrink'] -= 1.0              # of 4 experts of 8 x 8 with a bias
-        log.write_text('\n'.join(map(json.dumps, lines)))
-        assert first['active'] - arena.measure('out/routed')['active'] == 8 * 8 + 8
-        assert first['flops_per_token'] - arena.measure('out/routed')['flops_per_token'] == 6 * 72
+    monkeypatch.chdir(home)
+    first = arena.measure('out/routed')
+    log = home / 'out/routed/log.jsonl'
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[-1]['taken']['shrink'] -= 1.0                  # of 4 experts of 8 x 8 with a bias
+    log.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    assert first['active'] - arena.measure('out/routed')['active'] == 8 * 8 + 8
+    assert first['flops_per_token'] - arena.measure('out/routed')['flops_per_token'] == 6 * 72
