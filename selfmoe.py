@@ -106,20 +106,21 @@ def linear(d_in, d_out, std=0.02):
 
 
 def rotary(position, d, base=10000.0):
-    """Rotary positions: the angles by which the d/2 pairs of channels of a head turn, as a table of
-    cosines and a table of sines, (T, d/2) each. Positions (T,) are float32 or wider, because
-    bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
+    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
+    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
     frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x, table):
-    """Turn (B, H, T, d) heads: channels i and i + d/2 are a pair."""
+    """Turn (B, H, T, d) heads: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = table
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+    other = x.roll(x.size(-1) // 2, -1)                  # (b, a)
+    return (x * cos + other * sin).type_as(x)
 
 
 def attend_window(q, k, v, cache, layer, dropout, window):
