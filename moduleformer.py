@@ -25,8 +25,8 @@ Departures that change a number (docs/moduleformer.md has all of them):
 - Every loss is a sum over all 2 * n_layer routers, and uses the softmax before Top-K.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width (d_att,
-d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
+tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width
+(d_att, d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
 """
 
 import math
@@ -181,18 +181,19 @@ class Router(nn.Module):
 
 class Rows:
     """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. A gate of 0 has no row."""
+    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
-        if not sparse:                                   # all choices, with gate 0 if not chosen
+        if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        gate, choice = gate_NK.flatten(), choice_NK.flatten()
-        pair = choice.argsort(stable=True)               # N*K pairs (token, k), by choice
-        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) a row's pair,
-        self.token = self.pair // choice_NK.size(1)                      # its token,
-        self.choice, self.gate = choice[self.pair], gate[self.pair]      # its choice and gate
-        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # how many rows each has
-        self.shape = choice_NK.shape                     # N, K
+        self.shape = N, K = choice_NK.shape
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()    # pair n*K + k: token n's k-th
+        pair = choice.argsort(stable=True)               # all pairs, by choice
+        if sparse:
+            pair = pair[gate[pair] != 0]
+        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
         return x_ND[self.token]
@@ -422,8 +423,9 @@ def absorb_inserted(model):
 
 
 def rebuild_with(model, state, staying=None, **changes):
-    """A new model: the config with `changes`, the weights of `state`; other weights stay random. Of
-    what has a row per module, the rows in staying[pool] stay, or rows are added."""
+    """A new model: the config with `changes`, and the weights of `state`; those it lacks (inserted
+    ones) stay random. Of what has a row per module, the rows in staying[pool] stay; without that,
+    random rows are added (only a router of your own can need it)."""
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     weights = new.state_dict()
     for name, tensor in state.items():

@@ -110,18 +110,19 @@ class Router(nn.Module):
 
 class Rows:
     """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. A gate of 0 has no row."""
+    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
-        if not sparse:                                   # all choices, with gate 0 if not chosen
+        if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        gate, choice = gate_NK.flatten(), choice_NK.flatten()
-        pair = choice.argsort(stable=True)               # N*K pairs (token, k), by choice
-        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) a row's pair,
-        self.token = self.pair // choice_NK.size(1)                      # its token,
-        self.choice, self.gate = choice[self.pair], gate[self.pair]      # its choice and gate
-        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # how many rows each has
-        self.shape = choice_NK.shape                     # N, K
+        self.shape = N, K = choice_NK.shape
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()    # pair n*K + k: token n's k-th
+        pair = choice.argsort(stable=True)               # all pairs, by choice
+        if sparse:
+            pair = pair[gate[pair] != 0]
+        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
         return x_ND[self.token]
@@ -296,16 +297,16 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """As in GPT-2, but the linear experts of shrink and grow replace the residual stream and
-        keep its size: 1/sqrt(fan-in)."""
+        """As in GPT-2, but the experts of shrink and grow replace the residual stream: linear ones
+        keep its size, 1/sqrt(fan-in); SwiGLU ones have GPT-2's 0.02 at the paper's width."""
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
-            if name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down'):
+            if self.config.swiglu and name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down'):
+                std = 0.02 * math.sqrt(384 / self.config.n_embd)
+            elif name in ('shrink.down', 'grow.down'):   # linear experts (E, d_in, d_out)
                 std = 1 / math.sqrt(p.size(1))
-                if self.config.swiglu:                   # 0.02 at the paper's width
-                    std = 0.02 * math.sqrt(384 / self.config.n_embd)
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
             if name.endswith('bias'):

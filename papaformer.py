@@ -100,9 +100,9 @@ class Gumbel(nn.Module):
         y = sum_i pi_i f_i + pi_comb x_comb              Eq. 3, 7
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
-    Training is straight-through: the gradient of pi is that of the soft weights, so the router
-    learns. An f_i that a token does not take gets a gradient only from the router's input, and from
-    the mix if the token takes that. (Its keys and values get one from later tokens.)"""
+    Training is straight-through: backward treats pi as the soft weights, so the router learns from
+    every choice (dL/dpi_i = dL/dy . f_i, even where pi_i is 0). But dL/dy itself reaches only the
+    choice taken: other f_i get a gradient by the router's input, and by the mix if it is taken."""
     def __init__(self, config, router):                  # router: a class, Router or your own
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -141,7 +141,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):   # in bfloat16 close scores would tie
             return self.linear(x.to(self.linear.weight.dtype))
 
-    def choose(self, score):                             # all of them
+    def choose(self, score):                             # all of them; what tools read
         return torch.arange(score.size(-1), device=score.device).expand_as(score)
 
     def weigh(self, score):                              # with which weights?
@@ -155,14 +155,14 @@ class Router(nn.Module):
         return pi, routing_losses(score, pi, c.aux_form)
 
 
-SIGNS = dict(intended=(-1, -1), printed=(1, 1), released=(-1, 1))        # of Eq. 8 and of Eq. 9
+SIGNS = dict(intended=(-1, -1), printed=(1, 1), released=(-1, 1))    # of Eq. 8, 9; -1 rewards high
 
 
 def routing_losses(score, pi, form):
     """Eq. 8 is the entropy of a token's choice, high while the token is undecided. Eq. 9 is the
-    entropy of the load, high if all k+1 choices are used equally. The text wants both high, so
-    `intended` minimises minus each. `released` measures pi itself. If pi is one-hot, a token's
-    entropy is 0, but its straight-through gradient is not."""
+    entropy of the load, high if all k+1 choices are used equally. `intended` rewards both high, as
+    the text wants, `printed` both low, `released` Eq. 8 high and Eq. 9 low, of pi itself instead of
+    the softmax. (If pi is one-hot, Eq. 8 is 0, but its straight-through gradient is not.)"""
     entropy = lambda p: -(p * (p + 1e-8).log()).sum(-1)  # 1e-8 as released: log(0) is -inf
     prob = pi if form == 'released' else score.softmax(-1)               # (N, k+1)
     load = prob.mean(0)                                                  # (k+1,) share of each

@@ -229,18 +229,19 @@ class Router(nn.Module):
 
 class Rows:
     """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. A gate of 0 has no row."""
+    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
-        if not sparse:                                   # all choices, with gate 0 if not chosen
+        if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        gate, choice = gate_NK.flatten(), choice_NK.flatten()
-        pair = choice.argsort(stable=True)               # N*K pairs (token, k), by choice
-        self.pair = pair[gate[pair] != 0] if sparse else pair            # (R,) a row's pair,
-        self.token = self.pair // choice_NK.size(1)                      # its token,
-        self.choice, self.gate = choice[self.pair], gate[self.pair]      # its choice and gate
-        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # how many rows each has
-        self.shape = choice_NK.shape                     # N, K
+        self.shape = N, K = choice_NK.shape
+        gate, choice = gate_NK.flatten(), choice_NK.flatten()    # pair n*K + k: token n's k-th
+        pair = choice.argsort(stable=True)               # all pairs, by choice
+        if sparse:
+            pair = pair[gate[pair] != 0]
+        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
         return x_ND[self.token]
@@ -366,8 +367,8 @@ class SelfMoE(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: of E experts K, or as many as `taken` says, {layer: choices per token}.
-        The embedding does not count, as it is only looked up."""
+        """Total, and active: of E experts K, or as many as {layer: choices per token} `taken` says,
+        and no untied embedding, which is only looked up. Layers are named as in `routes`."""
         total = sum(p.numel() for p in self.parameters())
         idle = 0 if self.config.tied else self.wte.weight.numel()
         for name, p in self.named_parameters():

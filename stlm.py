@@ -106,7 +106,8 @@ class ByteEnds(nn.Module):
         V, D, d = config.vocab_size, config.n_embd, config.byte_embd
         self.causal = config.decoder == 'causal'
         self.slots = config.byte_limit + 1               # L
-        self.n_start = 1                                 # the core reads `start` first
+        self.n_start = 1                                 # the core reads `start` first, so logits
+                                                         # begin at symbol 0, not at 1
         self.end_of_chunk, self.end_of_text, self.padding = V - 3, V - 2, V - 1
         self.wte = nn.Embedding(V, d)                    # of symbols; also the head
         nn.init.normal_(self.wte.weight, std=1 / math.sqrt(d))
@@ -371,9 +372,9 @@ class STLM(Transformer):
         return self.core(self.ends.embed(idx, cache), cache)
 
     def features(self, idx, cache=None):
-        """(B, T) ids -> final-norm states (B, T, D); the state of each symbol spells the next."""
-        states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)
-        return states[:, self.ends.n_start:][:, :idx.size(1)], {}
+        """(B, T) ids -> (B, T, D): for each symbol, the final-norm state that spells the next."""
+        states = self.read(idx, cache).repeat_interleave(self.ends.slots, 1)    # a state per symbol
+        return states[:, self.ends.n_start:][:, :idx.size(1)], {}        # bytes: without symbol 0's
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
         """-> logits, None, {}; with targets (-1: ignored) None, loss, {}. Extends a cache."""
@@ -393,17 +394,16 @@ class STLM(Transformer):
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
         limit = self.config.block_size // slots          # vectors in a cache, the start included
         cache = []
-        # Chunks that the core has read. Of a prompt that is too long, it skips the oldest.
-        n_read = max(0, idx.size(1) // slots + self.ends.n_start - limit)
+        # The first chunk not read yet. Of a prompt that is too long, the oldest are skipped.
+        unread = max(0, idx.size(1) // slots + self.ends.n_start - limit)
         for _ in range(max_new_tokens):
             complete = idx.size(1) // slots              # complete chunks
-            if complete > n_read or not cache:
-                if cache and cache[0][0].size(2) == limit:
-                    cache = []
-                    n_read = complete - max(1, limit // 2)
-                new = idx[:, n_read * slots:complete * slots]
-                state = self.core(self.ends.embed(new, cache), cache)[:, -1:]
-                n_read = complete
+            if unread < complete or not cache:           # a new chunk, or the first step
+                if cache and cache[0][0].size(2) == limit:       # full: read the newer half again
+                    cache, unread = [], complete - max(1, limit // 2)
+                chunks = idx[:, unread * slots:complete * slots]
+                state = self.core(self.ends.embed(chunks, cache), cache)[:, -1:]
+                unread = complete
             chunk = idx[:, complete * slots:]            # the one being spelled; empty for tokens
             logits = self.ends.logits(state, chunk)[:, -1].float()
             if top_k:

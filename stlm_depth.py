@@ -134,22 +134,20 @@ def draw_exits(states):
 
 
 def draft(model, new, cache, E, n, predict):
-    """The first E layers read new tokens (B, t) and then n drafts, one after the other -> drafts,
-    each (B, 1); the distributions that they are drawn from, each (B, V); the states after these
-    layers (B, t + n, D). The other layers need those of the last draft, too."""
-    def read(tokens):
+    """The first E layers read tokens (B, t) that are new to the cache, then draw and read n drafts,
+    one by one -> drafts, each (B, 1); the distributions that they are drawn from, each (B, V); the
+    states after these layers (B, t + n, D). The last draft is read, too: from its state the other
+    layers predict the token after it."""
+    def early_state(tokens):                             # extends the cache of these layers
         past = cache[0][0].size(2) if cache else 0
         x = model.wte(tokens)
         return model.run(x, range(E), past, cache)[0][-1] if E else x
 
-    drafts, draft_probs = [], []
-    states = [read(new)]
+    drafts, draft_probs, states = [], [], [early_state(new)]
     for _ in range(n):
-        q = predict(states[-1][:, -1])
-        x = torch.multinomial(q, 1)
-        drafts.append(x)
-        draft_probs.append(q)
-        states.append(read(x))
+        draft_probs.append(predict(states[-1][:, -1]))
+        drafts.append(torch.multinomial(draft_probs[-1], 1))
+        states.append(early_state(drafts[-1]))
     return drafts, draft_probs, torch.cat(states, 1)
 
 
@@ -242,19 +240,19 @@ class Block(nn.Module):
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """A token sees those at its own and earlier positions, (1 or B, T). A cache, a (k, v,
-        position) per layer, is read and extended."""
-        seen = position                                  # where the keys stand
+        """A query sees keys at its own and earlier positions (1 or B, T). One at NEVER sees all,
+        but its result is not used. A cache, (k, v, position) per layer, is read and extended."""
+        key_at = position                                # where the keys stand
         if cache is not None:
             if self.layer < len(cache):
-                old_k, old_v, old_seen = cache[self.layer]
+                old_k, old_v, old_at = cache[self.layer]
                 k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-                seen = torch.cat((old_seen, seen), 1)
-                cache[self.layer] = (k, v, seen)
+                key_at = torch.cat((old_at, key_at), 1)
+                cache[self.layer] = (k, v, key_at)
             else:
-                cache.append((k, v, seen))
+                cache.append((k, v, key_at))
         causal = self.training and cache is None         # all that pass are here, in order
-        mask = None if causal else (seen[:, None] <= position[:, :, None])[:, None]  # (B, 1, T, S)
+        mask = None if causal else (key_at[:, None] <= position[..., None])[:, None]  # (B, 1, T, S)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal,
             dropout_p=self.dropout.p if self.training else 0.0,

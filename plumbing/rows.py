@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plumbing.settings import code_of
 
 # Checksums of the plain forms for which the fast ones below stand (tests/test_rows.py prints them)
-KNOWN = {3428594259, 1904807081, 2564624026, 2766329615}
+KNOWN = {3021512803, 3215922438, 4231343050, 2766329615}
 
 
 def faster(plain):
