@@ -215,6 +215,8 @@ def make_step(model, optimizer, s, machine, steps):
     wants_compiled = by_default if s.compile is None else s.compile
     if wants_compiled and not s.shard:                   # the hooks of FSDP cannot be compiled
         model = compile_model(model, s.checkpoint_activations)
+        if s.optimizer == 'muon':
+            optimizer.compile()
     if machine.world > 1 and not s.shard:                # replicas that average gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, s, machine)

@@ -2,7 +2,6 @@
 
 import copy
 import types
-import warnings
 
 import torch
 import torch.nn as nn
@@ -44,7 +43,6 @@ def compile_model(model, recomputed=False):
     what lies between them by itself. The model stays as it is: it evaluates and samples uncompiled.
     recomputed: backward runs the compiled layers again.
     A model whose lists hold no ...Block or ...Layer, but parts of them, is compiled as a whole."""
-    warnings.filterwarnings('ignore', 'Torchinductor does not support code generation for complex')
     from torch._functorch import config as functorch     # torch imports it late
     functorch.autograd_cache_allow_custom_autograd_functions = True
     options = dict.fromkeys(SLOW_OPTIONS & {*torch._inductor.list_options()}, False)

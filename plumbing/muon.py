@@ -7,6 +7,7 @@ and all experts of a stack, as one batch, and accepts a tensor as learning rate,
 graph can replay the step. Embeddings, heads, routers, adapters and vectors stay with AdamW.
 """
 
+import functools
 import math
 
 import torch
@@ -30,6 +31,11 @@ def split_groups(groups, model, rate):
 
 class Muon(torch.optim.AdamW):
     """AdamW, but in groups that have `muon` the matrices take Muon's step."""
+    compiled = False
+
+    def compile(self):
+        """Fuse all but the matrix products. Each size of matrices takes a second or two."""
+        self.compiled = True
 
     def step(self):
         groups = self.param_groups
@@ -42,22 +48,39 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_matrices(self, group):
-        rate = group['lr'] * group['muon']               # a tensor, if lr is one
-        by_shape = {}
+        rate = torch.as_tensor(group['lr'] * group['muon'])
+        ahead, move = (fused(f) if self.compiled else f for f in (look_ahead, move_by))
+        batches = {}                                     # matrices of one size, alone or in stacks
         for p in group['params']:
             if p.grad is not None:
-                by_shape.setdefault(p.shape, []).append(p)
-        for shape, matrices in by_shape.items():
-            for p in matrices:
+                batches.setdefault((p.shape[-2:], update_scale(p.shape)), []).append(p)
                 if not self.state[p]:                    # AdamW asks every parameter for its step
                     self.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p))
-            grads = [p.grad for p in matrices]
-            momenta = [self.state[p]['exp_avg'] for p in matrices]
-            torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
-            ahead = torch._foreach_lerp(grads, momenta, MOMENTUM)        # Nesterov's
-            update = rate * update_scale(shape) * orthogonal(torch.stack(ahead)).to(ahead[0].dtype)
-            torch._foreach_mul_(matrices, 1 - rate * group['weight_decay'])
-            torch._foreach_sub_(matrices, [*update.unbind()])
+        for (_, scale), params in batches.items():
+            momenta = [self.state[p]['exp_avg'] for p in params]
+            update = orthogonal(ahead([p.grad for p in params], momenta))
+            move(params, update, scale, rate, group['weight_decay'])
+
+
+@functools.cache
+def fused(f):
+    deterministic = torch.are_deterministic_algorithms_enabled()     # choose no kernel by a race
+    return torch.compile(f, dynamic=False, options=dict(deterministic=deterministic))
+
+
+def look_ahead(grads, momenta):
+    """Nesterov's momentum, as one batch (n, rows, columns) of matrices of length 1."""
+    torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+    ahead = torch._foreach_lerp(grads, momenta, MOMENTUM)
+    x = torch.cat([y.view(-1, *y.shape[-2:]) for y in ahead])
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0
+    return x.bfloat16() if x.is_cuda else x              # on a GPU that is fast
+
+
+def move_by(params, update, scale, rate, decay):
+    parts = update.split([p[..., 0, 0].numel() for p in params])
+    torch._foreach_mul_(params, 1 - rate * decay)
+    torch._foreach_sub_(params, [rate * scale * u.reshape(p.shape) for p, u in zip(params, parts)])
 
 
 def update_scale(shape):
@@ -68,16 +91,13 @@ def update_scale(shape):
 
 
 def orthogonal(x, steps=5):
-    """Roughly U V^T of each matrix x = U S V^T: Newton-Schulz brings the singular values to about
-    0.7 to 1.2, all at once; very small ones stay smaller. In bfloat16 on a GPU: that is fast."""
+    """Roughly U V^T of each matrix x = U S V^T of a batch, of length 1: Newton-Schulz brings the
+    singular values to about 0.7 to 1.2, all at once; very small ones stay smaller."""
     a, b, c = QUINTIC
-    is_tall = x.size(-2) > x.size(-1)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0
-    if x.is_cuda:
-        x = x.bfloat16()
-    if is_tall:
-        x = x.mT
-    for _ in range(steps):
+    is_tall = x.size(1) > x.size(2)
+    x = x.mT if is_tall else x
+    for _ in range(steps):                               # x = (a + b s + c s s) x, with s = x x^T
         s = x @ x.mT
-        x = a * x + (b * s + c * s @ s) @ x
+        s = torch.baddbmm(s, s, s, beta=b, alpha=c)
+        x = torch.baddbmm(x, s, x, beta=a)
     return x.mT if is_tall else x

@@ -43,7 +43,9 @@ class Rows:
         if not sparse:
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        is_empty_NK = (gate_NK == 0) & sparse
+        is_text = not torch.is_grad_enabled() and gate_NK.numel() <= 64     # token by token: then
+        self.leaves_out = sparse and not is_text                 # leaving out costs more than rows
+        is_empty_NK = (gate_NK == 0) & self.leaves_out
         self.gate_NK = torch.where(is_empty_NK, 0, gate_NK)      # without a row, no gradient
         self.choice_NK = choice_NK
         group = choice_NK.masked_fill(is_empty_NK, n_choices).flatten()
@@ -62,7 +64,7 @@ class Rows:
         return Gather.apply(x_NED.flatten(0, 1), self.token * E + self.choice, row_NE.view(-1, 1))
 
     def linear(self, x_RD, w_EDF, b_EF=None):
-        y_RF = grouped_mm(x_RD, w_EDF, self.ends_E)
+        y_RF = grouped_mm(x_RD, w_EDF, self.ends_E, self.leaves_out)
         return y_RF if b_EF is None else y_RF + GroupBias.apply(b_EF.type_as(y_RF), self.choice)
 
     def norm_linear(self, x_RD, gain_ED, bias_ED, w_EDF, b_EF):
@@ -135,10 +137,10 @@ class GroupBias(torch.autograd.Function):
         return chose_ER.to(grad_RF.dtype) @ grad_RF, None
 
 
-def grouped_mm(x_RD, w_EDF, ends_E):
+def grouped_mm(x_RD, w_EDF, ends_E, has_rest=True):
     """x_RD @ w_EDF[group]: rows sorted by group, ends_E (int32) their ends; 0 in rows after the
-    last. Autocasts by hand. A loop serves float64, float16, float32 on a GPU or compiled, and
-    widths off 16 bytes."""
+    last, if there are any. Autocasts by hand. A loop serves float64, float16, float32 on a GPU or
+    compiled, and widths off 16 bytes."""
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, w_EDF = x_RD.to(dtype), w_EDF.to(dtype)
@@ -146,7 +148,7 @@ def grouped_mm(x_RD, w_EDF, ends_E):
     bfloat16 = x_RD.dtype == torch.bfloat16 and (x_RD.is_cuda or x_RD.is_cpu)
     aligned = all(width * x_RD.element_size() % 16 == 0 for width in w_EDF.shape[1:])
     if hasattr(F, 'grouped_mm') and (cpu_float32 or bfloat16) and aligned:
-        return GroupedProduct.apply(x_RD, w_EDF, ends_E)
+        return GroupedProduct.apply(x_RD, w_EDF, ends_E, has_rest)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     *parts, rest = x_RD.split([*sizes, len(x_RD) - sum(sizes)])
     zeros = x_RD.new_zeros(len(rest), w_EDF.size(2))
@@ -158,24 +160,28 @@ class GroupedProduct(torch.autograd.Function):
     a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most.
     Rows after the last group are not computed; torch leaves them undefined, here they are 0."""
     @staticmethod
-    def forward(ctx, x_RD, w_EDF, ends_E):
+    def forward(ctx, x_RD, w_EDF, ends_E, has_rest):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
-        return zero_rest(F.grouped_mm(x_RD, w_EDF, offs=ends_E), ends_E)
+        ctx.has_rest = has_rest
+        return zero_rest(F.grouped_mm(x_RD, w_EDF, offs=ends_E), ends_E, has_rest)
 
     @staticmethod
     def backward(ctx, grad_RF):
         x_RD, w_EDF, ends_E = ctx.saved_tensors
         grad_RF = grad_RF.contiguous()
-        dx = zero_rest(F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E), ends_E)
+        dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
+        dx = zero_rest(dx, ends_E, ctx.has_rest)
         parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
         parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
         size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
         dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None
+        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None, None
 
 
-def zero_rest(y_RF, ends_E):
+def zero_rest(y_RF, ends_E, has_rest):
+    if not has_rest:
+        return y_RF
     if y_RF.is_cpu and not torch.compiler.is_compiling():
         y_RF[int(ends_E[-1]):] = 0
         return y_RF

@@ -19,20 +19,19 @@ from tools import lora
 SMALL = dict(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, n_expert=4, top_k=2)
 
 
-@pytest.mark.parametrize('shape', [(8, 8), (12, 5), (5, 12), (3, 6, 9), (2, 3, 9, 6)])
+@pytest.mark.parametrize('shape', [(1, 8, 8), (3, 12, 5), (2, 5, 12)])
 def test_orthogonal_against_svd(shape):
-    """U S V^T becomes U S' V^T, with S' near 1: the quintic is not exact. A stack: one by one."""
+    """U S V^T becomes U S' V^T, with S' near 1: the quintic is not exact."""
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64)
-    for matrix, got in zip(x.view(-1, *shape[-2:]), orthogonal(x).view(-1, *shape[-2:])):
+    x = x / x.norm(dim=(1, 2), keepdim=True)
+    for matrix, got in zip(x, orthogonal(x)):
         u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
         inner = u.T @ got @ vt.T
         values = inner.diagonal()
         assert torch.allclose(inner, values.diag(), atol=1e-9)           # the same directions
         assert torch.allclose(u @ inner @ vt, got, atol=1e-9)            # and no others
         assert 0.6 < values.min() and values.max() < 1.3
-        assert torch.allclose(orthogonal(matrix), got, atol=1e-12)
-        assert torch.allclose(orthogonal(1e-3 * matrix), got, atol=1e-3)
     assert orthogonal(torch.zeros(shape)).abs().max() == 0
 
 
@@ -49,17 +48,19 @@ def slow_step(p, grad, momentum, rate, decay, is_linear):
     return p - rate * decay * p - rate * math.sqrt(max(1, d_out / d_in)) * x, momentum
 
 
-@pytest.mark.parametrize('as_tensor', [False, True])
-def test_step(as_tensor):
+@pytest.mark.parametrize('as_tensor, compiled', [(False, False), (True, False), (True, True)])
+def test_step(as_tensor, compiled):
     """Three steps of linear maps and stacks; the rate changes, as a number or as a tensor."""
     torch.manual_seed(0)
-    shapes = [(8, 6), (8, 6), (6, 8), (3, 6, 8), (3, 8, 6)]
+    shapes = [(8, 6), (8, 6), (6, 8), (3, 6, 8), (3, 8, 6), (5, 5), (2, 5, 5)]
     params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     vector = nn.Parameter(torch.ones(4))
     lr = torch.tensor(0.0, dtype=torch.float64) if as_tensor else 0.0
     groups = [dict(params=[vector], weight_decay=0.0),
               dict(params=params, weight_decay=0.3, muon=4.0)]
     optimizer = Muon(groups, lr=lr, foreach=False)
+    if compiled:
+        optimizer.compile()
     want = [(p.detach().clone(), torch.zeros_like(p)) for p in params]
     for rate in (0.1, 0.2, 0.05):
         vector.grad = torch.ones(4)
