@@ -43,14 +43,17 @@ class Rows:
         if not sparse:
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        is_text = not torch.is_grad_enabled() and gate_NK.numel() <= 64     # token by token: then
-        self.leaves_out = sparse and not is_text                 # leaving out costs more than rows
-        is_empty_NK = (gate_NK == 0) & self.leaves_out
-        self.gate_NK = torch.where(is_empty_NK, 0, gate_NK)      # without a row, no gradient
-        self.choice_NK = choice_NK
-        group = choice_NK.masked_fill(is_empty_NK, n_choices).flatten()
-        self.pair, self.row, ends = order_by_choice(group, n_choices + 1)
-        self.ends_E = ends[:-1]
+        is_text = not torch.is_grad_enabled() and gate_NK.numel() <= 4096
+        self.leaves_out = sparse and not is_text         # in so little it costs more than the rows
+        self.gate_NK, self.choice_NK = gate_NK, choice_NK
+        group, n_groups = choice_NK.flatten(), n_choices
+        if self.leaves_out:                              # the last group: all rows with gate 0
+            is_empty_NK = gate_NK == 0
+            self.gate_NK = torch.where(is_empty_NK, 0, gate_NK)  # without a row, no gradient
+            group = group.masked_fill(is_empty_NK.flatten(), n_choices)
+            n_groups = n_choices + 1
+        self.pair, self.row, ends = order_by_choice(group, n_groups)
+        self.ends_E = ends[:n_choices]
         self.row_NK = self.row.view_as(choice_NK)
         self.token = self.pair // choice_NK.size(1)
         self.choice = choice_NK.flatten()[self.pair]
