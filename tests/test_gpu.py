@@ -213,11 +213,12 @@ def poison():
 
 @pytest.mark.parametrize('ends', [
     [0, 300, 300, 301, 1000, 1000], [1000] * 6, [100, 200, 500, 700, 900, 1000], [0, 40_000]])
-def test_grouped_products_with_empty_groups(ends):
+@pytest.mark.parametrize('D, H', [(64, 128), (384, 200)])
+def test_grouped_products_with_empty_groups(ends, D, H):
     torch.manual_seed(0)
-    x = torch.randn(ends[-1], 64, device='cuda').bfloat16()
-    w = torch.randn(len(ends), 64, 128, device='cuda').bfloat16()
-    grad = torch.randn(ends[-1], 128, device='cuda').bfloat16()
+    x = torch.randn(ends[-1], D, device='cuda').bfloat16()
+    w = torch.randn(len(ends), D, H, device='cuda').bfloat16()
+    grad = torch.randn(ends[-1], H, device='cuda').bfloat16()
     ends = torch.tensor(ends, device='cuda', dtype=torch.int32)
     results = []
     for dtype in (torch.bfloat16, torch.float64):        # float64: the loop
