@@ -9,7 +9,7 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
 arena/entries.py has the entries, and says how to add one. On toy, a new one first has to pass
 tools.check. train.py trains it with each seed, eval_blimp.py scores it, and arena_TRACK.jsonl in
---results gets a row. What has its row is not run again. After a kill, the same command continues
+out/arena gets a row. What has its row is not run again. After a kill, the same command continues
 from the last checkpoint.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from arena.entries import ENTRIES
-from arena.leaderboard import MODES, TRACKS, classes, read_runs, show, show_sweep
+from arena.leaderboard import MODES, PUBLISHED, TRACKS, classes, read_rows, show, show_sweep
 from plumbing.cli import Parser, UserError, numbers, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
@@ -34,7 +34,6 @@ from plumbing.log import read_log
 from prepare import make_missing_toys
 from tools.flops import training_flops
 
-RESULTS = ROOT / 'papers' / 'results'
 
 
 # ---- Entries ------------------------------------------------------------------------------------
@@ -252,15 +251,16 @@ def need_data(track):
             raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
 
 
-def make_missing(entries, wanted, swept, path, track):
+def make_missing(entries, wanted, swept, file, folders, track):
     """Make the wanted runs (name, seed, setting) that have no row. One that fails does not stop the
     other entries -> {name: why its row is missing or old}, and the runs that were missing."""
-    rows = read_runs(path, swept)
+    path = folders[-1] / file
+    rows = read_rows(file, folders, swept)
     done = [(row['entry'], row['seed'], row.get('setting')) for row in rows]
     missing = [run for run in wanted if run not in done]
     identities = {name: identify(stages, swept) for name, stages in entries.items()}
     changed = 'settings or code have changed since it ran: rename it, or delete its rows in'
-    failures = {row['entry']: f'{changed} {path}' for row in rows
+    failures = {row['entry']: f'{changed} {file}' for row in rows
                 if row['entry'] in entries and has_changed(row, identities[row['entry']])}
     is_checked = {row['entry'] for row in rows}
     if missing:
@@ -291,23 +291,25 @@ def main():
     parser.add_argument('--seeds', type=numbers, default='1,2,3', help='a run for each')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a third of a run for each value')
     parser.add_argument('--table', action='store_true', help='run nothing')
-    parser.add_argument('--results', type=Path, default=RESULTS, help='where the rows go')
+    parser.add_argument('--results', type=Path, help='where rows are read and written; without it '
+                        'they go to out/arena, and ours in papers/results count, too')
     args = parser.parse_args()
+    folders = [args.results] if args.results else [PUBLISHED, Path('out/arena')]
     if args.table:
-        return show(args.track, args.results, args.entries)
+        return show(args.track, folders, args.entries)
     entries = find_entries(args.entries, args.track)
     if args.sweep:
-        path = args.results / f'arena_{args.track}_sweeps.jsonl'
         key, wanted = list_sweep(entries, args.sweep)
-        failures, missing = make_missing(entries, wanted, key, path, args.track)
+        file = f'arena_{args.track}_sweeps.jsonl'
+        failures, missing = make_missing(entries, wanted, key, file, folders, args.track)
         for name in entries:
-            show_sweep(name, key, path)
+            show_sweep(name, key, args.track, folders)
     else:
-        path = args.results / f'arena_{args.track}.jsonl'
+        file = f'arena_{args.track}.jsonl'
         wanted = [(name, seed, None) for seed in args.seeds for name in entries]
-        failures, missing = make_missing(entries, wanted, None, path, args.track)
-        show(args.track, args.results, args.entries)
-        if missing and args.results == RESULTS:
+        failures, missing = make_missing(entries, wanted, None, file, folders, args.track)
+        show(args.track, folders, args.entries)
+        if missing and folders[-1].resolve() == PUBLISHED:
             call('papers.tables')                        # the tables of docs/arena.md
     for name, reason in failures.items():
         print(f'{name}: {reason}')

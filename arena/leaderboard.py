@@ -11,7 +11,9 @@ import statistics
 from pathlib import Path
 
 from plumbing.cli import reading
+from plumbing.settings import ROOT
 
+PUBLISHED = ROOT / 'papers' / 'results'
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
     toy=dict(data='toy_stories', pairs='toy_blimp', vocab_size=1984, window=64, tokens=0.5e6,
              parameters=0.65e6, flops_per_token=3.75e6, within=0.1),
@@ -36,6 +38,10 @@ def classes(costs, track):
 
 # ---- Rows ---------------------------------------------------------------------------------------
 
+def read_rows(file, folders, swept=None):
+    return [row for folder in folders for row in read_runs(Path(folder, file), swept)]
+
+
 def read_runs(path, swept=None):
     """The rows of a .jsonl file, none if it is missing; of a sweep, those of one setting."""
     with reading(path):
@@ -44,10 +50,10 @@ def read_runs(path, swept=None):
         return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
 
 
-def read_results(track, results):
+def read_results(track, folders):
     """{entry: {seed: row}}"""
     entries = {}
-    for row in read_runs(Path(results, f'arena_{track}.jsonl')):
+    for row in read_rows(f'arena_{track}.jsonl', folders):
         entries.setdefault(row['entry'], {})[row['seed']] = row
     return entries
 
@@ -92,13 +98,13 @@ def verdict(bits, other):
 
 # ---- Tables -------------------------------------------------------------------------------------
 
-def table(track, key, results):
-    """The cells of a class: the header, then its entries, the best first. results: the folder of
+def table(track, key, folders):
+    """The cells of a class: the header, then its entries, the best first. folders: with rows in
     arena_TRACK.jsonl."""
     yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'bits per byte',
            'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
     entries = {}
-    for name, seeds in read_results(track, results).items():
+    for name, seeds in read_results(track, folders).items():
         rows = list(seeds.values())
         if key in classes(rows[0], track):
             entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
@@ -121,10 +127,10 @@ def table(track, key, results):
             against]
 
 
-def show(track, results, named=()):
+def show(track, folders, named=()):
     """Both tables, with a mark at the entries that were named. Two are compared with each other."""
     for key, title in CLASSES.items():
-        header, *rows = table(track, key, results)
+        header, *rows = table(track, key, folders)
         columns = [header.index(name) for name in IN_TERMINAL]
         lines = []
         for row in (header, *rows):
@@ -134,16 +140,17 @@ def show(track, results, named=()):
         print(f'\n{title}')
         for line in lines:
             print('  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-    entries = read_results(track, results)
+    entries = read_results(track, folders)
     if len(named) == 2 and entries.keys() >= {*named}:
         a, b = ([row['bits_per_byte'] for row in entries[name].values()] for name in named)
         print(f"\n{' against '.join(named)}: {spread(a, 4)} and {spread(b, 4)} bits per byte, "
               f'{verdict(a, b)}')
 
 
-def show_sweep(name, key, path):
+def show_sweep(name, key, track, folders):
     """The values that were tried, the best first."""
-    rows = [row for row in read_runs(path, key) if row['entry'] == name]
+    rows = [row for row in read_rows(f'arena_{track}_sweeps.jsonl', folders, key)
+            if row['entry'] == name]
     rows.sort(key=lambda row: row['loss'])
     for row in rows:
         print(f"{name:24} {row['setting']:24} val loss {row['loss']:.4f}")

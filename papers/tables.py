@@ -413,7 +413,7 @@ def arena(track):
     sweeps = group(leaderboard.read_runs(RESULTS / f'arena_{track}_sweeps.jsonl'), 'entry')
     entries = {}
     for key in leaderboard.CLASSES:
-        header, *rows = leaderboard.table(track, key, RESULTS)
+        header, *rows = leaderboard.table(track, key, [RESULTS])
         entries |= {row[0]: dict(zip(header, row)) for row in rows}
     yield ('entry | parameters, M | MFLOPs per token | bits per byte | pairs `babylm2025` | '
            'trials | against the dense entry')
