@@ -316,14 +316,15 @@ def document_end(tokens, place, tokenizer):
 
 def make_missing_toys(names, root='data'):
     """A run that asks for a toy corpus gets it."""
-    if any(name in TOYS and not Path(root, name).exists() for name in names):
-        make_toy(root)
+    asked = [name for name in names if name in TOYS and not Path(root, name).exists()]
+    if asked:
+        make_toy(root, names=asked)
 
 
-def make_toy(root='data', overwrite=False):
+def make_toy(root='data', overwrite=False, names=TOYS):
     """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
     task (toy_glue). Three of them are the texts of another in a new form."""
-    missing = [Path(root, name) for name in TOYS if overwrite or not Path(root, name).exists()]
+    missing = [Path(root, name) for name in names if overwrite or not Path(root, name).exists()]
     if not missing:
         return print(f'{root} holds all toy corpora already; --overwrite makes them again')
     print('toy corpora: made-up text, from the grammars in plumbing/toy.py')

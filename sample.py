@@ -52,8 +52,8 @@ def read_arguments():
     parser.add_argument('run', help='a run folder (out/moep) or a checkpoint (out/moep/ckpt_1M.pt)')
     parser.add_argument('--prompt', default='', help='text to continue; if empty, a new document')
     parser.add_argument('--num', type=between(1, 1000), default=1, help='how many samples')
-    parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6), default=200,
-                        help='length of a sample')
+    parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6),
+                        help='length of a sample (default 200; of a prompt with --routes 0)')
     parser.add_argument('--temperature', type=between(0, 100, float), default=0.8,
                         help='0: always the most probable token')
     parser.add_argument('--top_k', type=between(0, 65536), default=50,
@@ -80,6 +80,9 @@ def encode_prompt(prompt, tokenizer):
 @torch.no_grad()
 def main():
     args = read_arguments()
+    n_new = args.max_new_tokens
+    if n_new is None:
+        n_new = 0 if args.routes and args.prompt else 200
     machine = Machine(args.device)
     device = machine.device
     model, ckpt = load_checkpoint(args.run, device)
@@ -100,7 +103,7 @@ def main():
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        idx = writer.generate(prompt, args.max_new_tokens, args.temperature, args.top_k or None)
+        idx = writer.generate(prompt, n_new, args.temperature, args.top_k or None)
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

@@ -15,6 +15,7 @@ import sys
 from functools import partial
 
 from arena import leaderboard
+from plumbing import welch
 from plumbing.settings import ROOT
 
 RESULTS = ROOT / 'papers' / 'results'
@@ -130,7 +131,7 @@ def join(*cells):
 def spread(values, digits):
     """The mean, and the standard deviation if there are several values. None is left out."""
     values = [value for value in values if value is not None]
-    return leaderboard.spread(values, digits) if values else '-'
+    return welch.spread(values, digits) if values else '-'
 
 
 def millions(count):
@@ -432,7 +433,7 @@ def without_copies():
         bits, dense = ([row['bits_per_byte'] for row in clean[key]] for key in (name, 'dense_muon'))
         yield join(name, spread([row['bits_per_byte'] for row in seen[name]], 4), spread(bits, 4),
                    spread([row['babylm2025'] for row in seeds], 1),
-                   'the dense entry' if bits == dense else leaderboard.verdict(bits, dense))
+                   'the dense entry' if bits == dense else welch.verdict(bits, dense))
 
 
 def gaps_by_passes():

@@ -115,7 +115,7 @@ def find_device(kind):
         torch.zeros(1, device=device)
     except Exception as error:
         reason = str(error).partition('\n')[0][:100]
-        raise UserError(f'device {kind} does not work ({reason}); see --device') from None
+        raise UserError(f'device {kind} does not work: name cuda, mps or cpu ({reason})') from None
     return device
 
 

@@ -103,6 +103,8 @@ def read_settings(argv, usage=''):
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, 1)
             hint = f"did you mean '{near[0]}'?" if near else 'see --help'
+            if key == 'config' and value is not True:
+                hint = f'a config is named without it: train.py {value}'
             raise UserError(f"unknown key '{key}'; {hint}")
         values[key] = as_type(key, value, kinds[key], texts.get(key))
     ours = {f.name for f in fields(Settings)}
@@ -122,6 +124,9 @@ def read_config(path):
         if Path(ROOT, path).is_file():
             hint = f'run this in {ROOT}'
         raise UserError(f'there is no config file {path}; {hint}')
+    if '\nConfig, Model =' in Path(path).read_text(encoding='utf-8'):
+        raise UserError(f'{path} is a model: train it with --model={Path(path).stem}, or by a '
+                        f'config, such as config/{Path(path).name}')
     try:
         names = runpy.run_path(str(path))
     except SyntaxError as error:
@@ -173,6 +178,12 @@ def check(s, keys):
                 'save_interval', 'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens'):
         if getattr(s, key) is not None and getattr(s, key) <= 0:
             raise UserError(f'{key} = {getattr(s, key)} must be more than 0')
+    for key in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
+        if (getattr(s, key) or 0) < 0:
+            raise UserError(f'{key} = {getattr(s, key)} must be at least 0')
+    if s.data.startswith(f'{s.data_dir}/'):
+        name = s.data.removeprefix(f'{s.data_dir}/')
+        raise UserError(f'data names a folder in {s.data_dir}/: write --data={name}')
     if keys.get('memory') and not s.stream:
         raise UserError('memory needs contiguous text: set stream=True')
     if keys.get('memory') and s.shard:
@@ -260,3 +271,9 @@ def make_config(module, keys):
         return module.Config(**keys)
     except (AssertionError, ValueError) as error:
         raise UserError(f'{module.__name__}: {error}') from None
+    except TypeError as error:                           # from an older checkpoint
+        unknown = [*keys.keys() - {f.name for f in fields(module.Config)}]
+        if not unknown:
+            raise
+        raise UserError(f"{module.__name__}: its Config has no {', '.join(unknown)} (any more); a "
+                        "run's folder has the model file that it was trained with") from error

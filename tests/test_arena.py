@@ -20,6 +20,7 @@ from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError
 from plumbing.log import read_log
 from plumbing.settings import import_model, read_settings
+from plumbing.welch import student, welch
 from tools.flops import training_flops
 
 TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1, n_embd=8,
@@ -260,17 +261,17 @@ def test_attention_by_hand():
     (1, 63.6567), (2, 9.92484), (4, 4.60409), (10, 3.16927), (100, 2.62589)])
 def test_student(freedom, t):
     """The two-sided 1% points that every table has."""
-    assert leaderboard.student(t, freedom) == pytest.approx(0.01, rel=1e-4)
+    assert student(t, freedom) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_welch():
     """The first example of Wikipedia's page on the test, and the ends."""
     a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
     b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4]
-    assert leaderboard.welch(a, b) == leaderboard.welch(b, a) == pytest.approx(0.021, abs=5e-4)
-    assert leaderboard.welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
-    assert leaderboard.welch([1.0, 1.0], [1.0, 1.0]) == 1
-    assert leaderboard.welch([1.0, 1.0], [2.0, 2.0]) == 0
+    assert welch(a, b) == welch(b, a) == pytest.approx(0.021, abs=5e-4)
+    assert welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
+    assert welch([1.0, 1.0], [1.0, 1.0]) == 1
+    assert welch([1.0, 1.0], [2.0, 2.0]) == 0
 
 
 def test_flops_are_of_what_is_taken(home, monkeypatch):

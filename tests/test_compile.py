@@ -93,8 +93,9 @@ def test_options(vocab_size, off, monkeypatch):
 def test_short_rows_are_reduced_in_full(length, hint, is_full):
     """Torch alone reads gathered rows of 256 numbers in parts: a race (see full_rows)."""
     from torch._inductor.choices import ReductionHint, V
-    features = types.SimpleNamespace(reduction_numel=sympy.Integer(length),
-                                     get_reduction_hint=lambda: ReductionHint[hint])
+    features = types.SimpleNamespace(
+        reduction_numel=sympy.Integer(length), get_reduction_hint=lambda: ReductionHint[hint],
+        strict_reduction_rblock=lambda: None)            # torch 2.15 asks for it
     sizes = types.SimpleNamespace(statically_known_leq=lambda a, b: a <= b)
     with V.set_graph_handler(types.SimpleNamespace(sizevars=sizes)):
         assert bool(full_rows().should_use_persistent_reduction(features, False)) == is_full

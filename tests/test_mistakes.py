@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,7 +86,12 @@ def one_line(done, script):
     (['train.py', 'config/moduleformer.py', '--memory=8', '--stream', '--shard'], 'with shard'),
     ([*NEW, '--seq_len=64'], 'reads no more than its block_size'),
     ([*NEW, '--aux_weights=dict(balance=1.0)'], 'block_balance'),
-    ([*NEW, '--device=tpu'], 'see --device'),
+    ([*NEW, '--device=gpu'], 'name cuda, mps or cpu'),
+    (['train.py', str(ROOT / 'moep.py')], '--model=moep'),
+    ([*NEW, '--data=data/toy_math'], '--data=toy_math'),
+    ([*NEW, '--config=config/moep.py'], 'train.py config/moep.py'),
+    ([*NEW, '--max_iters=-5'], 'max_iters = -5 must be at least 0'),
+    ([*NEW, '--learning_rate=-1'], 'learning_rate = -1.0 must be at least 0'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
     ([*NEW, '--out_dir=data/toy_math'], 'data/toy_math is a data set'),
     ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),
@@ -107,6 +114,14 @@ def one_line(done, script):
 def test_a_mistake_is_one_line(run, stock, command, hint):
     assert hint in one_line(run(*command, cwd=stock, code=2), command[0])
     assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
+
+
+@pytest.mark.parametrize('path', ['tools/compare.py', 'tools/check.py', 'arena'])
+def test_run_as_a_file(path):
+    done = subprocess.run([sys.executable, ROOT / path, 'x'], capture_output=True, text=True)
+    name = path.removesuffix('.py').replace('/', '.')
+    assert done.returncode == 1 and done.stderr.count('\n') == 1
+    assert done.stderr.endswith(f'python -m {name}\n')
 
 
 # ---- Damaged files -------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def test_toy_folders(data_dir, capsys):
 
 def test_missing_toys_are_made(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(prepare, 'make_toy', made.append)
+    monkeypatch.setattr(prepare, 'make_toy', lambda root, names: made.append(names))
     prepare.make_missing_toys(['my_book', 'toy_storys'], tmp_path)       # not ours
     assert made == []
     prepare.make_missing_toys(['my_book', 'toy_stories'], tmp_path)
-    assert made == [tmp_path]
+    assert made == [['toy_stories']]

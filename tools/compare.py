@@ -18,9 +18,9 @@ import statistics
 import time
 from pathlib import Path
 
-from arena.leaderboard import spread, verdict
 from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
 from plumbing.log import read_log
+from plumbing.welch import spread, verdict
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
 UNUSED = 0.01                           # a choice with a smaller share of its layer's picks
@@ -41,7 +41,8 @@ def find_runs(path):
         logs = [*folder.glob('log.jsonl')] or sorted(folder.glob('seed_*/log.jsonl'))
         if logs:
             return [log.parent for log in logs]
-    raise UserError(f'{path} is not a run: there is no log.jsonl in {path} or out/{path}')
+    runs = sorted(log.parent.as_posix() for log in Path('out').glob('**/log.jsonl'))
+    raise UserError(f"{path} is not a run; there are {', '.join(runs) or 'none'}")
 
 
 def flatten(line):
