@@ -316,7 +316,7 @@ def document_end(tokens, place, tokenizer):
 
 def make_missing_toys(names, root='data'):
     """A run that asks for a toy corpus gets it."""
-    asked = [name for name in names if name in TOYS and not Path(root, name).exists()]
+    asked = [name for name in TOYS if name in names and not Path(root, name).exists()]
     if asked:
         make_toy(root, names=asked)
 

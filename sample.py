@@ -4,12 +4,17 @@ Look at what a trained model does.
     python sample.py out/moep --prompt "Once upon a time" --num 3    # text
     python sample.py out/moep --prompt "Once upon a time" --next 5   # the most probable next tokens
     python sample.py out/moep --prompt "Once upon a time" --routes   # what each token took
+    python sample.py out/moep --score book.txt                       # how well it predicts a text
 """
 
+from pathlib import Path
+
+import numpy as np
 import torch
 
+from plumbing.bins import score_batches, val_batches
 from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, run_main
+from plumbing.cli import Parser, UserError, between, reading, run_main
 from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 
@@ -47,6 +52,18 @@ def choices(gate):
     return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in chosen)
 
 
+def show_scores(model, tokenizer, paths, machine):
+    """Of each file, read as one document."""
+    for path in paths:
+        with reading(path):
+            text = Path(path).read_text(encoding='utf-8')
+        ids = np.array([*tokenizer.end, *tokenizer.encode(text), *tokenizer.end])
+        batches = val_batches(ids, model.config.block_size, 8, tokenizer.pad)
+        score = score_batches(model, batches, tokenizer, machine)
+        print(f"{path}: loss {score['loss']:.4f} per token, perplexity {score['perplexity']:.5g}, "
+              f"{score['bits_per_byte']:.4f} bits per byte")
+
+
 def read_arguments():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep) or a checkpoint (out/moep/ckpt_1M.pt)')
@@ -65,6 +82,8 @@ def read_arguments():
                        help='print the N most probable next tokens instead of text')
     shown.add_argument('--routes', action='store_true',
                        help='print the blocks and experts that each token took')
+    shown.add_argument('--score', nargs='+', metavar='FILE',
+                       help='loss, perplexity and bits per byte of text files')
     return parser.parse_args()
 
 
@@ -87,6 +106,8 @@ def main():
     device = machine.device
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = run_tokenizer(ckpt)
+    if args.score:
+        return show_scores(model, tokenizer, args.score, machine)
     prompt = torch.tensor([encode_prompt(args.prompt, tokenizer)], device=device)
     limit = context_limit(model) or 10 ** 9
     if args.next:

@@ -178,7 +178,8 @@ def check(s, keys):
                 'save_interval', 'epochs', 'seq_len', 'stride', 'epoch_words', 'eval_tokens'):
         if getattr(s, key) is not None and getattr(s, key) <= 0:
             raise UserError(f'{key} = {getattr(s, key)} must be more than 0')
-    for key in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip'):
+    for key in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay',
+                'grad_clip'):
         if (getattr(s, key) or 0) < 0:
             raise UserError(f'{key} = {getattr(s, key)} must be at least 0')
     if s.data.startswith(f'{s.data_dir}/'):

@@ -161,11 +161,10 @@ def test_a_config_that_no_checkpoint_holds():
 def test_a_router_that_only_an_auxiliary_loss_trains_is_named():
     """With K = 1 the gate is always 1."""
     module = import_model('moep')
-    verdict, text = check.run_check(check.gradients, module, module.Config(**MOEP, top_k=1))
-    assert verdict == 'ok'
-    assert text.endswith('an auxiliary loss alone: parallel.0.router.linear.weight (4 in all)')
-    _, text = check.run_check(check.gradients, module, module.Config(**MOEP))
-    assert text == check.gradients.__doc__
+    found = check.run_check(check.loss, module, module.Config(**MOEP, top_k=1))
+    alone = 'from an auxiliary loss alone: parallel.0.router.linear.weight (4 in all)'
+    assert found == ('NOTE', alone)
+    assert check.run_check(check.loss, module, module.Config(**MOEP))[0] == 'ok'
 
 
 def test_a_bug_keeps_its_traceback():

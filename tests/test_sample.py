@@ -1,5 +1,6 @@
 """sample.py on a small trained run, as a user calls it."""
 
+import math
 import re
 
 import pytest
@@ -80,3 +81,18 @@ def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
     for before in ('', 5 * 'The dogs run. '):            # a long one loses full chunks
         lines = call('--prompt', before + 'Once upon a ti', '--next', 257, folder=folder)
         assert '<end>' in lines and '<eot>' not in lines
+
+
+def test_score(call, trained, tmp_path):
+    """Of a file as one document, end-of-text included."""
+    path = tmp_path / 'a.txt'
+    path.write_text('The dogs near the tree are happy.')
+    numbers = re.findall(r'\d+\.\d+', call('--score', path).rpartition('a.txt')[2])
+    loss, perplexity, bits = map(float, numbers)
+    model, _ = load_checkpoint(trained)
+    tokenizer = load_tokenizer(trained)
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(path.read_text()), tokenizer.eot]])
+    assert model(ids[:, :-1], ids[:, 1:])[1].item() == pytest.approx(loss, abs=1e-3)
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    nats = loss * (ids.size(1) - 1)
+    assert bits == pytest.approx(nats / math.log(2) / len(path.read_bytes()), rel=1e-3)

@@ -40,5 +40,5 @@ def test_missing_toys_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'make_toy', lambda root, names: made.append(names))
     prepare.make_missing_toys(['my_book', 'toy_storys'], tmp_path)       # not ours
     assert made == []
-    prepare.make_missing_toys(['my_book', 'toy_stories'], tmp_path)
+    prepare.make_missing_toys(['my_book', 'toy_stories', 'toy_stories'], tmp_path)
     assert made == [['toy_stories']]

@@ -116,17 +116,6 @@ def choices(model, x):
     return chosen
 
 
-def only_auxiliary(model, x, y):
-    """Names a parameter that the loss itself does not reach, as in a router whose gates are
-    detached, or always 1. '' if there is none."""
-    model.zero_grad()
-    model.train()(x, y)[1].backward()
-    least = 1e-6 * largest_gradient(model)               # less is rounding
-    names = [name for name, p in model.named_parameters()
-             if p.requires_grad and (p.grad is None or p.grad.abs().max() < least)]
-    return f'; from an auxiliary loss alone: {names[0]} ({len(names)} in all)' if names else ''
-
-
 # ---- The checks. Each gets a fresh model in eval mode, and a batch ------------------------------
 
 def builds(module, model, x, y):
@@ -220,7 +209,7 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token's choices differ, at most top_k + 1; gates sum to 1 (unless gates_sum_to_1 = False)"""
+    """a token's choices differ, at most top_k + 1; gates sum to 1 (if not: gates_sum_to_1 = False)"""
     sum_to_1 = getattr(model, 'gates_sum_to_1', True)
     notes = {}                                           # {layer: how many choices a token takes}
     for mode in ('eval', 'training'):
@@ -254,7 +243,16 @@ def gradients(module, model, x, y):
     idle = [name for name, p in model.named_parameters()
             if p.requires_grad and p.equal(before[name])]
     assert not idle, f"no gradient reaches {', '.join(idle[:3])} ({len(idle)} in all); is it used?"
-    return 'ok', gradients.__doc__ + only_auxiliary(model, x, y)
+
+
+def loss(module, model, x, y):
+    """every parameter gets a gradient from the loss itself"""
+    model.train()(x, y)[1].backward()
+    least = 1e-6 * largest_gradient(model)               # less is rounding
+    names = [name for name, p in model.named_parameters()
+             if p.requires_grad and (p.grad is None or p.grad.abs().max() < least)]
+    if names:                                            # as if gates are detached, or always 1
+        return 'NOTE', f'from an auxiliary loss alone: {names[0]} ({len(names)} in all)'
 
 
 def resume(module, model, x, y):
@@ -305,12 +303,12 @@ def surgery(module, model, x, y):
         result(x, y)[1].backward()
 
 
-CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, resume, sparse,
-          counts, surgery)
+CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, loss, resume,
+          sparse, counts, surgery)
 
 
 def run_check(check, module, config):
-    """-> ok, WRONG or -, and the check's docstring or what is wrong."""
+    """-> ok, NOTE, WRONG or -, and the check's docstring or what there is to say."""
     torch.manual_seed(0)
     try:
         model = build(module, config)
@@ -333,8 +331,11 @@ def find_settings(name):
         if isinstance(settings, dict) and settings['model'] == name:
             arguments = [f'--{key}={value!r}' for key, value in settings.items()]
             return f'arena/entries.py: {entry}', arguments
-    parent = Path(f'config/{import_model(name).Config.__module__}.py')  # a router's
-    return (str(parent), [str(parent)]) if parent.exists() else ('its defaults', [])
+    for kind in import_model(name).Config.__mro__:       # of a router: what it builds on
+        parent = Path(f'config/{kind.__module__}.py')
+        if parent.exists():
+            return str(parent), [str(parent)]
+    return 'its defaults', []
 
 
 # ---- A trained run: what is each block worth? ---------------------------------------------------
