@@ -209,7 +209,7 @@ def rebuilds(module, model, x, y):
 
 
 def routes(module, model, x, y):
-    """a token's choices differ, at most top_k + 1; gates sum to 1 (if not: gates_sum_to_1 = False)"""
+    """a token's choices differ, at most top_k + 1; gates sum to 1 (or gates_sum_to_1 = False)"""
     sum_to_1 = getattr(model, 'gates_sum_to_1', True)
     notes = {}                                           # {layer: how many choices a token takes}
     for mode in ('eval', 'training'):
