@@ -23,7 +23,7 @@ MODULEFORMER = dict(model='arena.moduleformer_routers')
 GUMBEL = dict(connection='gumbel1', aux_weights=dict(entropy=0.01, load=0.01))
 
 
-# ---- toy: 0.65M parameters or 3.75M FLOPs per token, 0.5M tokens --------------------------------
+# ---- toy: 0.66M parameters or 3.75M FLOPs per token, 0.5M tokens --------------------------------
 
 recipe = dict(
     data='toy_stories', max_iters=976, batch_size=8, learning_rate=4e-3, min_lr=2e-4,
