@@ -84,11 +84,11 @@ def main():
     parser = Parser(__doc__)
     number = between(1, len(FILES))
     parser.add_argument('number', nargs='?', type=number, help='of an exercise; all if not given')
-    parser.add_argument('--hint', type=number, metavar='NUMBER',
+    parser.add_argument('--hint', type=number, nargs='?', const=0, metavar='NUMBER',
                         help='give a hint for this exercise')
     args = parser.parse_args()
-    if args.hint:
-        print(HINTS[FILES[args.hint - 1].stem].strip())
+    if args.hint or args.hint == 0 and args.number:
+        print(HINTS[FILES[(args.hint or args.number) - 1].stem].strip())
         return
     if args.number:
         sys.exit(0 if show(FILES[args.number - 1], details=True) else 1)

@@ -56,7 +56,8 @@ def test_an_error_names_its_line(tmp_path):
 
 def test_the_command(run):
     assert '0 of 8 are green' in run('lab.__main__', here=True, code=1).stdout
-    assert 'index_add_' in run('lab.__main__', '--hint', 3, here=True).stdout
+    for args in (['--hint', 3], [3, '--hint']):
+        assert 'index_add_' in run('lab.__main__', *args, here=True).stdout
     assert 'not between 1 and 8' in run('lab.__main__', 9, code=2).stderr
 
 
