@@ -4,6 +4,7 @@ Text -> token bins and a tokenizer.
     python prepare.py toy                                # toy corpora of our own, no network
     python prepare.py text --name mine --input book.txt  # your own .txt, .jsonl, .gz, .xz, .bz2
     python prepare.py mix --name both --input data/toy_stories:0:0.6 data/toy_math --passes 1 2.5
+    python prepare.py python                    # the Python files of your installation
     python prepare.py babylm [--input FOLDER]   # also tinystories, openmath, simplewiki, blimp
 
 A data set is a folder, data/NAME: train.bin and val.bin (token ids as uint16, above 65,536 tokens
@@ -21,6 +22,8 @@ import os
 import re
 import shutil
 import signal
+import sysconfig
+import zlib
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -81,6 +84,27 @@ def read_documents(path, split='auto', field='text'):
     else:
         documents = read_text(path, split)
     return (text.strip('\n') for text in documents if text and not text.isspace())
+
+
+def read_python(val_fraction):
+    """(split, text) of the Python files of this installation: standard library and packages, none
+    twice, none above 200 KB. A package is whole in one split."""
+    texts, seen = {}, set()
+    for folder in (Path(sysconfig.get_path(name)) for name in ('stdlib', 'purelib')):
+        for path in sorted(folder.rglob('*.py')):
+            package, *inner = path.relative_to(folder).parts
+            if package in ('site-packages', 'dist-packages') or path.stat().st_size > 200_000:
+                continue
+            text = path.read_text(encoding='utf-8', errors='ignore')
+            if text not in seen and not text.isspace():
+                seen.add(text)
+                texts.setdefault(package, []).append(text)
+    size = {package: sum(map(len, files)) for package, files in texts.items()}
+    room = val_fraction * sum(size.values())
+    for package in sorted(texts, key=lambda name: zlib.crc32(name.encode())):   # any fixed order
+        split = 'val' if size[package] <= room else 'train'
+        room -= size[package] * (split == 'val')
+        yield from ((split, text) for text in texts[package])
 
 
 def read_text(path, split):
@@ -378,7 +402,7 @@ def copy_pairs(target, inputs, overwrite):
 
 def read_arguments(argv):
     parser = Parser(__doc__)
-    parser.add_argument('what', choices=['toy', 'text', 'mix', *NAMED], help='what to prepare')
+    parser.add_argument('what', choices=['toy', 'text', 'mix', 'python', *NAMED], help='what to prepare')
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+',
                         help='files and folders: .txt, .jsonl, .gz, .xz, .bz2')
@@ -421,10 +445,12 @@ def main(argv=None):
     check_free(target, args.overwrite)                   # before anything is downloaded or read
     if args.what == 'mix':
         return mix(target, args.input, args.passes, args.overwrite)
-    inputs = args.input or fetch_named(args.what, Path(args.out, 'raw'))
+    inputs = args.input or []
+    if not inputs and args.what in NAMED:
+        inputs = fetch_named(args.what, Path(args.out, 'raw'))
     if args.what == 'blimp':
         return copy_pairs(target, inputs, args.overwrite)
-    files = find_files(inputs)
+    files = find_files(inputs) if inputs else []
     if any(target.resolve() in path.resolve().parents for _, path in files):
         raise UserError(f'the input lies in {target}, which would be replaced; '
                         'choose another --name')
@@ -442,6 +468,8 @@ def main(argv=None):
     how = {key: getattr(args, key) or defaults[key] for key in ('split', 'field')}
     source = [args.what, *(path.name for _, path in files)]
     documents = ((split, text) for split, path in files for text in read_documents(path, **how))
+    if args.what == 'python':
+        documents = read_python(args.val_fraction)
     write_data_set(target, documents, tokenizer, form, args.val_fraction, args.seed,
                    args.overwrite, source, args.no_copies, **how)
 

@@ -308,3 +308,25 @@ def test_a_killed_process_leaves_no_half_data_set(tmp_path, name):
     assert os.listdir(tmp_path / 'data') == left
     write_data_set(tmp_path / 'data/mine', as_train('ab'), choose_tokenizer('bytes'))
     assert os.listdir(tmp_path / 'data') == ['mine']
+
+
+def test_python_files(tmp_path, monkeypatch):
+    """No file twice, none above 200 KB, none of the base installation's packages; a package is
+    whole in one split, and validation text is at most the wanted share."""
+    folders = dict(stdlib=tmp_path / 'lib', purelib=tmp_path / 'venv')
+    monkeypatch.setattr(prepare.sysconfig, 'get_path', lambda name: str(folders[name]))
+    for n in range(8):
+        for m in range(3):
+            path = folders['stdlib' if n < 4 else 'purelib'] / f'package_{n}' / f'{m}.py'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f'package, m = {n}, {m}\n')
+    (folders['stdlib'] / 'site-packages').mkdir()
+    for path, text in (('lib/site-packages/a.py', 'x = 1\n'), ('lib/copy.py', 'package, m = 5, 0\n'),
+                       ('venv/long.py', '#' * 200_001), ('venv/empty.py', '\n')):
+        (tmp_path / path).write_text(text)
+    documents = list(prepare.read_python(0.25))
+    assert len(documents) == 24 and len({text for _, text in documents}) == 24
+    splits = {}
+    for split, text in documents:
+        splits.setdefault(text.split()[3], set()).add(split)
+    assert sorted(map(sorted, splits.values())) == 6 * [['train']] + 2 * [['val']]
