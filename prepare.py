@@ -402,7 +402,8 @@ def copy_pairs(target, inputs, overwrite):
 
 def read_arguments(argv):
     parser = Parser(__doc__)
-    parser.add_argument('what', choices=['toy', 'text', 'mix', 'python', *NAMED], help='what to prepare')
+    parser.add_argument('what', choices=['toy', 'text', 'mix', 'python', *NAMED],
+                        help='what to prepare')
     parser.add_argument('--name', help='data set to write, data/NAME')
     parser.add_argument('--input', nargs='+',
                         help='files and folders: .txt, .jsonl, .gz, .xz, .bz2')

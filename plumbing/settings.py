@@ -89,6 +89,8 @@ def read_settings(argv, usage=''):
             key = key.replace('-', '_')
             values[key], texts[key] = parse_value(text) if equals else True, text
         else:
+            if out_dir:
+                raise UserError(f'{arg} is a second config: name one')
             values |= read_config(arg)
             out_dir = default_out_dir(arg)
     if values.get('init_from') and 'model' not in values:

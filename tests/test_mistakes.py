@@ -65,6 +65,7 @@ def one_line(done, script):
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
     ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
+    (['train.py', 'config/moep.py', 'config/gpt2.py'], 'is a second config'),
     (['train.py', 'broken.py'], 'broken.py:1: '),
     ([*NEW, '--batch_size=0'], 'batch_size = 0 must be more than 0'),
     ([*NEW, '--data={}'], 'there is no data set'),

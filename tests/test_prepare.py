@@ -321,8 +321,9 @@ def test_python_files(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f'package, m = {n}, {m}\n')
     (folders['stdlib'] / 'site-packages').mkdir()
-    for path, text in (('lib/site-packages/a.py', 'x = 1\n'), ('lib/copy.py', 'package, m = 5, 0\n'),
-                       ('venv/long.py', '#' * 200_001), ('venv/empty.py', '\n')):
+    others = {'lib/site-packages/a.py': 'x = 1\n', 'lib/copy.py': 'package, m = 5, 0\n',
+              'venv/long.py': '#' * 200_001, 'venv/empty.py': '\n'}
+    for path, text in others.items():
         (tmp_path / path).write_text(text)
     documents = list(prepare.read_python(0.25))
     assert len(documents) == 24 and len({text for _, text in documents}) == 24
