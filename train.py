@@ -153,7 +153,7 @@ def load_data_and_model(s, module, keys, ckpt, machine):
     elif s.init_from:
         model = start_from(s.init_from, s.model, keys, tokenizer)
     else:
-        multiple = 64 if len(tokenizer.end) == 1 else 1  # faster on a GPU; not if chunks of bytes
+        multiple = 64 if len(tokenizer.end) == 1 else 1  # 64 is faster on a GPU
         vocab_size = math.ceil(tokenizer.n_vocab / multiple) * multiple
         config = make_config(module, dict(vocab_size=vocab_size) | keys)
         check_vocabulary(config, tokenizer, folders[0])

@@ -22,7 +22,8 @@ Choices, and their reasons:
   embeddings, as suits Muon.
 - The embedding is also the head. Two tables would be over a third of a model of this size.
 - A token's gates sum to 1, and the gated sum is multiplied by K: with equal gates, the K experts
-  add up as the parts of a dense FFN do. Train experts with `loss + 0.01 * aux['balance']`.
+  add up as the parts of a dense FFN do. Train experts with `loss + 0.01 * aux['balance']`. At
+  top_k = 1 the gate is always 1, so only that loss trains the router.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
 width of a head, E experts, K chosen per token, R rows (at most N*K), F hidden width.

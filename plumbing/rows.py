@@ -44,7 +44,7 @@ class Rows:
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
         is_text = not torch.is_grad_enabled() and gate_NK.numel() <= 4096
-        self.leaves_out = sparse and not is_text         # in so little it costs more than the rows
+        self.leaves_out = sparse and not is_text         # for so few, leaving out costs more
         self.gate_NK, self.choice_NK = gate_NK, choice_NK
         group, n_groups = choice_NK.flatten(), n_choices
         if self.leaves_out:                              # the last group: all rows with gate 0
