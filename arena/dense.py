@@ -210,6 +210,10 @@ class Rows:
         y_RD = self.gate[:, None] * y_RD
         return y_RD.new_zeros(self.shape[0], y_RD.size(1)).index_add(0, self.token, y_RD)
 
+    def feed_forward(self, x_ND, fc_EDF, down_EFD):      # a token's gated sum of its experts
+        h_RF = F.relu(self.linear(self.spread(x_ND), fc_EDF)).square()
+        return self.combine(self.linear(h_RF, down_EFD))
+
 
 class Experts(nn.Module):
     """out[t] = K * sum_k gate[t, k] * expert[choice[t, k]](x[t]) + shared experts(x[t])"""
@@ -230,8 +234,7 @@ class Experts(nn.Module):
         # loss and routes() still see all of them.
         gate_NK = F.dropout(gate_NK, self.config.drop_expert, self.training)
         rows = Rows(gate_NK, choice_NK, len(self.fc), self.config.sparse)
-        h_RF = F.relu(rows.linear(rows.spread(x_ND), self.fc)).square()
-        y_ND = rows.combine(rows.linear(h_RF, self.down))
+        y_ND = rows.feed_forward(x_ND, self.fc, self.down)
         y = self.config.top_k * y_ND.view_as(x)
         if self.shared:
             y = y + self.shared(x)[0]

@@ -92,12 +92,19 @@ def update_scale(shape):
 
 def orthogonal(x, steps=5):
     """Roughly U V^T of each matrix x = U S V^T of a batch, of length 1: Newton-Schulz brings the
-    singular values to about 0.7 to 1.2, all at once; very small ones stay smaller."""
+    singular values to about 0.7 to 1.2, all at once; very small ones stay smaller.
+
+    A step is x = (a + b s + c s s) x with s = x x^T. The polynomial of s is written as a square,
+    c ((s + h)^2 + a/c - h^2) with h = b / 2c, because a product that adds to a matrix copies it
+    first, and numbers are added to a diagonal at no cost."""
     a, b, c = QUINTIC
+    h = b / (2 * c)
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
-    for _ in range(steps):                               # x = (a + b s + c s s) x, with s = x x^T
+    for _ in range(steps):
         s = x @ x.mT
-        s = torch.baddbmm(s, s, s, beta=b, alpha=c)
-        x = torch.baddbmm(x, s, x, beta=a)
+        s.diagonal(dim1=1, dim2=2).add_(h)
+        s = s @ s
+        s.diagonal(dim1=1, dim2=2).add_(a / c - h * h)
+        x = torch.baddbmm(x, s, x, beta=0, alpha=c)      # c * s @ x
     return x.mT if is_tall else x

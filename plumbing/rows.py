@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from plumbing.settings import code_of
+try:
+    from plumbing import row_kernels as kernels
+except ImportError:                                      # no Triton: torch's own products
+    kernels = None
 
 # Checksums of the plain forms for which the fast ones below stand (tests/test_rows.py prints them)
-KNOWN = {3021512803, 3215922438, 4231343050, 2766329615}
+KNOWN = {3021512803, 3215922438, 4231343050, 2766329615, 4838153}
 
 
 def faster(plain):
@@ -82,6 +86,15 @@ class Rows:
 
     def combine(self, y_RD):
         return (self.gate_NK[:, :, None] * self.restore(y_RD)).sum(1)
+
+    def feed_forward(self, x_ND, fc_EDF, down_EFD):
+        is_autocast = torch.is_autocast_enabled(x_ND.device.type)
+        dtype = torch.get_autocast_dtype(x_ND.device.type) if is_autocast else x_ND.dtype
+        if has_kernel(dtype, fc_EDF):
+            return kernels.FeedForward.apply(x_ND, self.gate_NK, fc_EDF, down_EFD, self.token,
+                                             self.pair, self.row_NK, self.ends_E, dtype)
+        h_RF = F.relu(self.linear(self.spread(x_ND), fc_EDF)).square()
+        return self.combine(self.linear(h_RF, down_EFD))
 
 
 def fold(gain_PD, bias_PD, w_PDF, b_PF):
@@ -158,10 +171,16 @@ def grouped_mm(x_RD, w_EDF, ends_E, has_rest=True):
     return torch.cat([*(x @ w for x, w in zip(parts, w_EDF)), zeros])
 
 
+def has_kernel(dtype, w_EDF):
+    """Whether Triton's kernels take it: half precision, and widths that their tiles divide."""
+    return (kernels and w_EDF.is_cuda and torch.version.cuda
+            and dtype in (torch.bfloat16, torch.float16)
+            and all(width % 32 == 0 for width in w_EDF.shape[1:]))
+
+
 class GroupedProduct(torch.autograd.Function):
-    """F.grouped_mm with a faster gradient of w. In torch's own, one SM sums all rows of a group for
-    a tile of dw, so with few groups most SMs idle. Up to 16 groups are cut: 32 parts at most.
-    Rows after the last group are not computed; torch leaves them undefined, here they are 0."""
+    """F.grouped_mm with a faster gradient of w, where there is a kernel for it. Rows after the last
+    group are not computed; torch leaves them undefined, here they are 0."""
     @staticmethod
     def forward(ctx, x_RD, w_EDF, ends_E, has_rest):
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
@@ -174,12 +193,11 @@ class GroupedProduct(torch.autograd.Function):
         grad_RF = grad_RF.contiguous()
         dx = F.grouped_mm(grad_RF, w_EDF.transpose(1, 2), offs=ends_E)
         dx = zero_rest(dx, ends_E, ctx.has_rest)
-        parts = max(1, min(32 // len(w_EDF), len(x_RD) // 2048))
-        parts_after = torch.arange(parts - 1, -1, -1, device=ends_E.device, dtype=torch.int32)
-        size_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        part_ends = ends_E[:, None] - size_E[:, None] * parts_after // parts  # (E, parts) end rows
-        dw = F.grouped_mm(x_RD.T, grad_RF, offs=part_ends.flatten())
-        return dx, dw if parts == 1 else dw.unflatten(0, (-1, parts)).sum(1), None, None
+        if has_kernel(x_RD.dtype, w_EDF):
+            dw = kernels.weight_gradient(x_RD, grad_RF, ends_E, None, None, None).type_as(w_EDF)
+        else:
+            dw = F.grouped_mm(x_RD.T, grad_RF, offs=ends_E)
+        return dx, dw, None, None
 
 
 def zero_rest(y_RF, ends_E, has_rest):

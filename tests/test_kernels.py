@@ -1,6 +1,7 @@
 """
-plumbing/stick_kernels.py against the blocks of queries it replaces (moduleformer.break_stick,
-in float64): outputs and gradients. On a GPU; and by Triton's interpreter, where there is Triton.
+Triton kernels against plain forms in float64, outputs and gradients: plumbing/stick_kernels.py and
+the blocks of queries it replaces (moduleformer.break_stick), plumbing/row_kernels.py and Rows. On a
+GPU; and by Triton's interpreter, where there is Triton.
 """
 
 import importlib.util
@@ -63,12 +64,59 @@ def interpret():
 
 
 @needs_triton
-def test_interpreted():
+@pytest.mark.parametrize('function', ['interpret', 'interpret_rows'])
+def test_interpreted(function):
     env = {**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1',
            'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'tests')])}
-    code = 'import test_kernels; test_kernels.interpret()'
+    code = f'import test_kernels; test_kernels.{function}()'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---- Rows of experts ----------------------------------------------------------------------------
+
+def compare_rows(N, E, K, D, width, dtype, device, bound):
+    """The kernels, and dense.py's plain experts in float64. A third of the gates is 0."""
+    from plumbing import row_kernels, rows
+    torch.manual_seed(0)
+    choice = torch.rand(N, E).argsort(-1)[:, :K].clamp(max=E - 2).to(device)     # the last: no rows
+    gate = torch.rand(N, K) * (torch.rand(N, K) > 1 / 3)
+    fc, down = torch.randn(E, D, width) / D ** 0.5, torch.randn(E, width, D) / width ** 0.5
+    inputs = [t.to(device, dtype).double() for t in (torch.randn(N, D), gate, fc, down)]
+
+    def kernels(x, gate, fc, down):
+        r = rows.Rows(gate, choice, E)
+        return row_kernels.FeedForward.apply(x.float(), r.gate_NK, fc, down, r.token, r.pair,
+                                             r.row_NK, r.ends_E, dtype)
+
+    def plain(x, gate, fc, down):                        # every expert for every token
+        gate = torch.where(gate == 0, 0, gate)           # a gate of 0 gets no gradient
+        every = torch.einsum('nd,edf->nef', x, fc).relu().square()
+        every = torch.einsum('nef,efd->ned', every, down)
+        return (gate[:, :, None] * every[torch.arange(N, device=device)[:, None], choice]).sum(1)
+    both = with_gradients(kernels, inputs), with_gradients(plain, inputs)
+    for name, a, b in zip(('y', 'dx', 'd_gate', 'd_fc', 'd_down'), *both, strict=True):
+        assert (a - b).norm() < bound * b.norm(), name
+
+
+def interpret_rows():
+    from plumbing import row_kernels as kernels
+    number = lambda bound: bound if isinstance(bound, int) else bound.handle.data.item()
+    kernels.range = lambda *bounds: range(*map(number, bounds))
+    small = dict(TILE_R=16, TILE_F=32, TILE_D=32)
+    for tiles in (kernels.PRODUCT, kernels.BACKWARD, kernels.GRADIENT):
+        tiles.update(small)
+    kernels.PART = 32                                    # several parts of a group must meet
+    compare_rows(70, 4, 2, 32, 64, torch.float32, 'cpu', 1e-5)
+    compare_rows(33, 6, 1, 64, 32, torch.float32, 'cpu', 1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize('N, E, K, D, width', [(5000, 16, 2, 384, 384), (700, 5, 1, 64, 192),
+                                               (33, 40, 3, 32, 96)])
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_rows_of_experts(N, E, K, D, width, dtype):
+    compare_rows(N, E, K, D, width, dtype, 'cuda', 1e-2)
 
 
 def test_a_model_runs_without_kernels():
