@@ -465,6 +465,23 @@ def passes():
         yield join(f'{number:.3g}', f'{dense:.4f}', *cells)
 
 
+def minutes():
+    """A dense and a routed model after equal time: papers.passes --minutes"""
+    yield 'text | tokens of it | passes: dense, routed | dense | routed | dense minus routed | p'
+    runs = [row for row in read('minutes') if row['tokens'] > 30e6]
+    for rows in group(runs, 'size').values():
+        dense, routed = ({row['seed']: row for row in rows
+                          if row['entry'] == entry and row['tokens'] < 70e6}
+                         for entry in ('dense', 'third'))
+        bits = [[row['bits_per_byte'] for row in model.values()] for model in (dense, routed)]
+        gap = statistics.mean(bits[0]) - statistics.mean(bits[1])
+        n = rows[0]['tokens'] / rows[0]['passes'] / 1e6
+        yield join('Python files' if rows[0]['size'] == 'python' else 'prose', f'{n:.3g}M',
+                   f"{dense[1]['passes']:.2f}, {routed[1]['passes']:.2f}",
+                   *(spread(values, 4) for values in bits),
+                   f'{gap:+.4f} ± {welch.interval(*bits):.4f}', f'{welch.welch(*bits):.2g}')
+
+
 # ---- Pages --------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,26 @@ SURE = 0.01                              # a difference counts if p is less
 def welch(a, b):
     """Welch's t-test -> p, two-sided: how often two equal entries would differ as much as these."""
     gap = abs(statistics.mean(a) - statistics.mean(b))
+    error, freedom = error_of_gap(a, b)
+    return student(gap / error, freedom) if error else float(gap == 0)
+
+
+def error_of_gap(a, b):
+    """The standard error of the difference of two means, and its degrees of freedom."""
     x, y = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
     if x + y == 0:
-        return float(gap == 0)
-    t = gap / math.sqrt(x + y)
-    freedom = (x + y) ** 2 / (x ** 2 / (len(a) - 1) + y ** 2 / (len(b) - 1))
-    return student(t, freedom)
+        return 0.0, 1.0
+    return math.sqrt(x + y), (x + y) ** 2 / (x ** 2 / (len(a) - 1) + y ** 2 / (len(b) - 1))
+
+
+def interval(a, b):
+    """Half of the 95% interval of mean(a) - mean(b): the p of a gap at its end is 0.05."""
+    error, freedom = error_of_gap(a, b)
+    low, high = 0.0, 1000.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(middle, freedom) > 0.05 else (low, middle)
+    return error * high
 
 
 def student(t, freedom, n=20_000):

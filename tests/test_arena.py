@@ -1,6 +1,7 @@
 """arena/: the entries, the race, sweeps, rules, tables and Welch's test; tools/flops.py."""
 
 import json
+import statistics
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError
 from plumbing.log import read_log
 from plumbing.settings import import_model, read_settings
-from plumbing.welch import student, welch
+from plumbing.welch import interval, student, welch
 from tools.flops import training_flops
 
 TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1, n_embd=8,
@@ -272,6 +273,8 @@ def test_welch():
     assert welch([1.0, 2.0], [2.0, 1.0]) == pytest.approx(1)
     assert welch([1.0, 1.0], [1.0, 1.0]) == 1
     assert welch([1.0, 1.0], [2.0, 2.0]) == 0
+    far = [x - statistics.mean(b) + statistics.mean(a) + interval(a, b) for x in b]
+    assert welch(a, far) == pytest.approx(0.05, abs=1e-4)
 
 
 def test_flops_are_of_what_is_taken(home, monkeypatch):

@@ -28,7 +28,7 @@ def test_passes(data_dir, tmp_path, monkeypatch):
     Bits per byte are those of all bytes."""
     (tmp_path / 'data').symlink_to(data_dir)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(passes, 'SETS', ('toy_stories', 'toy_math'))
+    monkeypatch.setattr(passes, 'PROSE', ('toy_stories', 'toy_math'))
     log = [dict(run=dict(steps=2, tokens_per_step=64, parameters=9)), dict(loss=1.0),
            dict(val=dict(toy_stories=dict(bits_per_byte=1.0), toy_math=dict(bits_per_byte=2.0)))]
     monkeypatch.setattr(passes, 'read_log', lambda out: log)
@@ -39,13 +39,14 @@ def test_passes(data_dir, tmp_path, monkeypatch):
             return runs.append(read_settings(args)[0])
         _, _, name, _, *parts[name] = args               # mix --name NAME --input ...
     monkeypatch.setattr(passes, 'call', call)
-    rows = [passes.train(model, 1000, seed) for seed in (1, 2) for model in passes.MODELS]
-    stories, math = (load_meta(data_dir / name)['splits'] for name in passes.SETS)
+    models = passes.PASSES
+    rows = [passes.train(models, model, 1000.0, seed) for seed in (1, 2) for model in models]
+    stories, math = (load_meta(data_dir / name)['splits'] for name in passes.PROSE)
     share = 1000 / (stories['train']['tokens'] + math['train']['tokens'])
-    first, second = ([f'data/{name}:{low}:{low + share}' for name in passes.SETS]
+    first, second = ([f'data/{name}:{low}:{low + share}' for name in passes.PROSE]
                      for low in (0.0, share))
     assert [parts[s.data] for s in runs] == [first] * 4 + [second] * 4
-    steps = {model: s.max_iters for model, s in zip(passes.MODELS, runs)}
+    steps = {model: s.max_iters for model, s in zip(models, runs)}
     assert steps['longer'] == round(steps['dense'] * 4 / 3) and steps['dense'] == steps['routed']
     n, m = (split['val']['bytes'] for split in (stories, math))
     for row in rows:
