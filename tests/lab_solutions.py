@@ -91,7 +91,8 @@ WRONG = [
     ('ex1_top_k', 'no sum in the gradient',
      '(g_NK - (gate_NK * g_NK).sum(-1, keepdim=True))', 'g_NK', 'formula_is_right'),
 
-    ('ex2_balance', 'f counts tokens, not picks', '.mean(0) / K', '.mean(0)', 'switch_loss_is_right'),
+    ('ex2_balance', 'f counts tokens, not picks', '.mean(0) / K', '.mean(0)',
+     'switch_loss_is_right'),
     ('ex2_balance', 'detached probabilities', '(f_E * p_E)', '(f_E * p_E.detach())',
      'switch_loss_is_right'),
     ('ex2_balance', 'log 0', '.clamp(min=1e-9)', '', 'entropy_value'),
