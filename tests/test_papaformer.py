@@ -33,7 +33,6 @@ def make_path(seed=0, **changes):
 
 # ---- The slow version ----------------------------------------------------------------------------
 
-
 def block(x, b, n_head, out_proj):
     """One LLaMA block (Fig. 1) over one sequence, a list of vectors."""
     heads = attention([rms(v, b.norm_1.weight, 1e-5) for v in x], b.qkv.weight, n_head, n_head)
@@ -161,7 +160,6 @@ def test_oracle(changes, training):
 
 # ---- Compose -------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize('connection', CONNECTIONS)
 @pytest.mark.parametrize('k', [2, 3])
 def test_compose_copies_paths(connection, k):
@@ -222,7 +220,6 @@ def test_what_does_not_compose():
 
 # ---- Which path is used: papers/path_usage.py ----------------------------------------------------
 
-
 @pytest.mark.parametrize('changes', [G1, G2, dict(n_parallel=3), dict(UNEQUAL, n_parallel=3)],
                          ids=str)
 def test_path_usage(changes):
@@ -244,7 +241,6 @@ def test_path_usage(changes):
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------
-
 
 def count(**changes):
     with torch.device('meta'):

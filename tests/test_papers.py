@@ -150,7 +150,6 @@ def test_exact_answers():
 
 # ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
 
-
 def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
     """Every prompt begins with end-of-text, as documents do in training; shares by layer"""
     folder = smoke('config/papaformer.py')
@@ -171,7 +170,6 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
 
 
 # ---- prune_curve --------------------------------------------------------------------------------
-
 
 def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
     """Counted on one half of val.bin, scored on the other"""
@@ -196,7 +194,6 @@ def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
 
 
 # ---- eval_length --------------------------------------------------------------------------------
-
 
 def tiny_moduleformer():
     torch.manual_seed(0)

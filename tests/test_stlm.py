@@ -42,7 +42,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
 
 # ---- The slow version ----------------------------------------------------------------------------
 
-
 def transformer(x, layers, norm_f, H, G, **places):
     """Pre-norm blocks and the final norm. Layer: (norm, qkv, proj, norm, fc, down)."""
     for norm_1, qkv, proj, norm_2, fc, down in layers:
@@ -134,7 +133,6 @@ def test_oracle(changes, T):
 
 # ---- Counts --------------------------------------------------------------------------------------
 
-
 def test_sizes_of_the_paper():
     """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95%
     in 5.2."""
@@ -176,7 +174,6 @@ def test_initial_sizes(name, std):
 
 
 # ---- Streams of chunks ---------------------------------------------------------------------------
-
 
 def texts():
     """Random UTF-8 of all planes, random ends of sentences, the cases that break tokenizers."""
@@ -230,7 +227,6 @@ def test_nothing_is_lost(kind, limit):
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
-
 
 RISING = dict(dropout=1.0, dropout_schedule='rising')    # the rate is what is done of the run
 

@@ -30,7 +30,6 @@ def random_text(rng, n):
 
 # ---- The BPE trainer ----------------------------------------------------------------------------
 
-
 def naive_bpe(counts, vocab_size):
     """Recounts everything before each merge."""
     vocab = [bytes([b]) for b in range(256)]
@@ -70,10 +69,6 @@ def test_bpe_equals_naive(seed):
     counts = Counter(PATTERN.findall(TEXT * 3 + ' '.join(words)))
     backwards = dict(reversed(counts.items()))           # the order of the words does not matter
     assert train_bpe(counts, 400) == train_bpe(backwards, 400) == naive_bpe(counts, 400)
-
-
-def test_what_is_seen_once_is_not_merged():
-    assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']
 
 
 def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
@@ -124,7 +119,6 @@ def test_pattern_is_gpt2s():
 
 
 # ---- The kinds ----------------------------------------------------------------------------------
-
 
 def test_ranks_file(tmp_path):
     """Whose bytes are not in order, as GPT-2's are not."""
@@ -197,7 +191,6 @@ def test_bytes_and_hashes():
 
 
 # ---- Their files --------------------------------------------------------------------------------
-
 
 def test_run_folder_stands_alone(tmp_path):
     corpus = [('train', text) for text in TEXT.split()] * 9
