@@ -188,14 +188,21 @@ def test_evaluation_draws_nothing(name):
     assert not torch.equal(model(x)[0], model(x)[0])
 
 
+EARLY = dict(dropout_schedule='early')
+
+
 # D: dropout, on embeddings and on what a branch adds; A: on attention; a: attention without it
-@pytest.mark.parametrize('name, places', [
-    ('moep', 'D' + 'ADD' * 4), ('gpt2', 'D' + 'ADD' * 2), ('papaformer', 'a' + 'ADD' * 4 + 'a'),
-    ('llama', 'ADD' * 2), ('moduleformer', 'D' + 'DD' * 2), ('gate_matrix', 'ADD' * 3),
-    ('stlm', 'D' + 'ADD' * 2), ('stlm_bytes', 'a' + 'D' + 'ADD' * 2 + 'a'),
-    ('stlm_exit', 'D' + 'ADD' * 4), ('dense', 'D' + 'ADD' * 2)])
-def test_where_dropout_is(name, places, monkeypatch):
-    model = make(name, dropout=0.5).train()
+@pytest.mark.parametrize('name, changes, places', [
+    ('moep', {}, 'D' + 'ADD' * 4), ('gpt2', {}, 'D' + 'ADD' * 2),
+    ('papaformer', {}, 'a' + 'ADD' * 4 + 'a'), ('llama', {}, 'ADD' * 2),
+    ('moduleformer', {}, 'D' + 'DD' * 2), ('gate_matrix', {}, 'ADD' * 3),
+    ('stlm', {}, 'D' + 'ADD' * 2), ('stlm_bytes', {}, 'a' + 'D' + 'ADD' * 2 + 'a'),
+    ('stlm', EARLY, 'D' + 'aDD' * 2), ('stlm_bytes', EARLY, 'a' + 'D' + 'aDD' * 2 + 'a'),
+    ('stlm_exit', {}, 'D' + 'ADD' * 4), ('dense', {}, 'D' + 'ADD' * 2)])
+def test_where_dropout_is(name, changes, places, monkeypatch):
+    model = make(name, dropout=0.5, **changes).train()
+    if changes:
+        model.set_progress(0.0)
     seen = []
     kernel = F.scaled_dot_product_attention
 
@@ -204,7 +211,7 @@ def test_where_dropout_is(name, places, monkeypatch):
         return kernel(*args, dropout_p=dropout_p, **rest)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
     for module in model.modules():
-        if type(module).__name__ == 'Dropout':
+        if type(module).__name__.endswith('Dropout'):
             module.register_forward_hook(
                 lambda module, args, out: seen.append('D' if (out == 0).any() else ''))
     model(text(model))
