@@ -3,13 +3,11 @@ Most of it is tools.check's: what a forward pass returns, causality, caches, bat
 test_check.py runs that over these models, test_arena_routers.py over routers. Here is the rest:
 generation, routes, active parameters, wrong configs, chance, precision."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from oracles import has_limit, slots, uncached
+from oracles import slots, uncached
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
@@ -62,7 +60,7 @@ EACH = pytest.mark.parametrize('name', ONE_EACH)
 
 def build(name, **changes):
     module, settings = CASES[name]
-    module = importlib.import_module(module)
+    module = pytest.importorskip(module)                 # arena/ may be taken away
     return module.Model(module.Config(**{'dropout': 0.0, **settings, **changes}))
 
 
@@ -115,7 +113,7 @@ def test_cached_generation_is_uncached(name, start):
     assert len(set(out[:, start:].flatten().tolist())) > 2               # not one token for ever
 
 
-@pytest.mark.parametrize('name', [name for name in CASES if has_limit(build(name))])
+@pytest.mark.parametrize('name', [name for name in CASES if CASES[name][0] != 'moduleformer'])
 def test_a_text_that_is_too_long(name):
     """Also where a part of it is in the cache."""
     model = make(name)

@@ -463,6 +463,7 @@ def test_fine_tuning_starts_where_the_base_ended(tiny, tmp_path):
 @pytest.fixture
 def inserted(run, tiny, tmp_path):
     """A ModuleFormer with new modules, in which all else is frozen."""
+    pytest.importorskip('tools.surgery')                 # a room that may be taken away
     tiny('base', MODULEFORMER, max_iters=2)
     run('tools.surgery', 'insert_experts', tmp_path / 'base', '--router', 'partial', '--out',
         tmp_path / 'inserted', here=True)
