@@ -224,19 +224,15 @@ def choose_tasks(wanted, folder):
 
 def read_table(path, name):
     """{column: value} of each row of a .tsv or .jsonl file."""
-    columns = ['source', 'label', 'mark', 'sentence']            # CoLA's authors wrote no header
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        values = line.rstrip('\r\n').split('\t')
-        if path.suffix == '.jsonl':
-            row = json.loads(line)
-        elif number == 1 and (name != 'cola' or 'sentence' in values):
-            columns = values
-            continue
-        else:
-            row = dict(zip(columns, values))
-        yield {RENAMED.get(column, column): value for column, value in row.items()}
+    lines = [line.rstrip('\r\n') for _, line in read_lines(path) if line.strip()]
+    if path.suffix == '.jsonl':
+        rows = map(json.loads, lines)
+    else:
+        columns, *values = [line.split('\t') for line in lines]
+        if name == 'cola' and 'sentence' not in columns:         # its authors wrote no header
+            columns, values = ['source', 'label', 'mark', 'sentence'], [columns, *values]
+        rows = [dict(zip(columns, row)) for row in values]
+    return [{RENAMED.get(column, column): value for column, value in row.items()} for row in rows]
 
 
 def read_label(value, task):
@@ -321,12 +317,10 @@ class Examples:
 def show(task, train, valid, majority, mean, spread, runs, **_):
     epoch = statistics.fmean(run['best_epoch'] for run in runs)
     minutes = sum(run['seconds'] for run in runs) / 60
-    rest = f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}'
     for metric in mean:
         std = '-' if len(runs) == 1 else f'{spread[metric]:.2f}'
-        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}{rest}',
-              flush=True)
-        task = rest = ''                                 # its other metrics stand below
+        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}'
+              f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}', flush=True)
 
 
 def read_arguments():
