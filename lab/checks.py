@@ -11,8 +11,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-CHECKS, HINTS, PLACES = {}, {}, {}                       # by exercise, filled section by section
-
 
 def expect(is_right, hint):
     if not is_right:
@@ -55,7 +53,7 @@ def expect_same_gradient(f, slow_f, x, hint):
     expect_same(grad, wanted, hint)
 
 
-# ---- 1. Top-k gates -----------------------------------------------------------------------------
+# ---- 1. Top-k gates ------------------------------------------------------------------------------
 
 def right_gates(score_NE, k):
     """-> gates, choices"""
@@ -86,16 +84,7 @@ def formula_is_right(ex):
                     'lowers the other gates: that is the sum, over the K of one token')
 
 
-CHECKS['ex1_top_k'] = [gates_are_shares, formula_is_right]
-PLACES['ex1_top_k'] = 'moep.py, Router.choose; moep.py, Router.weigh'
-HINTS['ex1_top_k'] = """
-softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
-by sum(-1, keepdim=True).
-The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
-names, with scatter along dimension 1."""
-
-
-# ---- 2. Balance ---------------------------------------------------------------------------------
+# ---- 2. Balance ----------------------------------------------------------------------------------
 
 def right_switch_loss(prob_NE, choice_NK):
     E = prob_NE.size(1)
@@ -136,16 +125,7 @@ def entropy_balances(ex):
            'collapses the router. Look at its sign')
 
 
-CHECKS['ex2_balance'] = [switch_loss_is_right, entropy_value, entropy_balances]
-PLACES['ex2_balance'] = 'moep.py, Router.balance_loss'
-HINTS['ex2_balance'] = """
-To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
-divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
-The entropy is largest when all choices are used alike, and descent makes a loss small. With
-clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan."""
-
-
-# ---- 3. Dispatch --------------------------------------------------------------------------------
+# ---- 3. Dispatch ---------------------------------------------------------------------------------
 
 def dense(x_ND, gate_NK, choice_NK, experts):
     """All experts compute all tokens."""
@@ -195,16 +175,7 @@ def outputs_add_up(ex):
                          lambda g: dense(x, g, choice, experts), gate, 'the gradient of the gates')
 
 
-CHECKS['ex3_dispatch'] = [only_chosen_rows, outputs_add_up]
-PLACES['ex3_dispatch'] = 'moep.py, Rows'
-HINTS['ex3_dispatch'] = """
-For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
-their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
-The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
-pair // K is a pair's token. Then one call can multiply all groups."""
-
-
-# ---- 4. Gumbel ----------------------------------------------------------------------------------
+# ---- 4. Gumbel -----------------------------------------------------------------------------------
 
 def noise_is_gumbel(ex):
     """gumbel_noise is -log(-log(u))"""
@@ -234,16 +205,7 @@ def eval_repeats(ex):
                 F.one_hot(logits.argmax(-1), 4), 'the noise is for training alone')
 
 
-CHECKS['ex4_gumbel'] = [noise_is_gumbel, largest_sum_is_taken, eval_repeats]
-PLACES['ex4_gumbel'] = 'papaformer.py, Router.forward'
-HINTS['ex4_gumbel'] = """
-You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
-`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
-you want to have.
-F.one_hot(index, n) returns integers: convert them to the dtype of the logits."""
-
-
-# ---- 5. Stick-breaking --------------------------------------------------------------------------
+# ---- 5. Stick-breaking ---------------------------------------------------------------------------
 
 def slow_stick(z_TT):
     """p (T, T), one query and one key after the other."""
@@ -281,16 +243,7 @@ def nothing_underflows(ex):
            'replaced. F.logsigmoid loses nothing')
 
 
-CHECKS['ex5_stick'] = [stick_is_broken, nothing_underflows]
-PLACES['ex5_stick'] = 'moduleformer.py, stick_weights'
-HINTS['ex5_stick'] = """
-Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
-0, so later keys take nothing and leave everything.
-The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
-simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum."""
-
-
-# ---- 6. Compose ---------------------------------------------------------------------------------
+# ---- 6. Compose ----------------------------------------------------------------------------------
 
 def two_paths(ex):
     """-> two paths (10 tokens, width 3, two blocks), and what compose makes of them"""
@@ -328,15 +281,7 @@ def blocks_are_copies(ex):
            'a path changes when the composed model is trained: they share tensors. Copy the values')
 
 
-CHECKS['ex6_compose'] = [blocks_read_x, tables_side_by_side, blocks_are_copies]
-PLACES['ex6_compose'] = 'papaformer.py, compose; papaformer.py, Share'
-HINTS['ex6_compose'] = """
-torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
-block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
-parameter.copy_(values), under `with torch.no_grad():`."""
-
-
-# ---- 7. Gate ------------------------------------------------------------------------------------
+# ---- 7. Gate -------------------------------------------------------------------------------------
 
 SIZES = dict(matrix=16, vector=4, scalar=1)              # weights of each kind, at a width of 4
 
@@ -391,17 +336,7 @@ def low_rank_learns(ex):
            'Start one of them at random')
 
 
-CHECKS['ex7_gate'] = [starts_at_zero, gate_computes, gate_is_added, low_rank_learns]
-PLACES['ex7_gate'] = 'selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank'
-HINTS['ex7_gate'] = """
-nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
-matrix product: h @ weight.
-G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
-zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
-may be zero, the other must not be."""
-
-
-# ---- 8. Prune -----------------------------------------------------------------------------------
+# ---- 8. Prune ------------------------------------------------------------------------------------
 
 def picks_are_counted(ex):
     """count_usage: all K picks of a token count, padding does not, unused modules have a 0"""
@@ -428,9 +363,63 @@ def most_used_stay(ex):
         expect_same(router[:, 0], w[:, 0, 0], "the router's rows are not those of the matrices")
 
 
-CHECKS['ex8_prune'] = [picks_are_counted, most_used_stay]
-PLACES['ex8_prune'] = 'moduleformer.py, count_usage; moduleformer.py, prune_experts'
-HINTS['ex8_prune'] = """
+# ---- Of each exercise: its checks, where the project has the answer, a hint ----------------------
+
+CHECKS = dict(
+    ex1_top_k=[gates_are_shares, formula_is_right],
+    ex2_balance=[switch_loss_is_right, entropy_value, entropy_balances],
+    ex3_dispatch=[only_chosen_rows, outputs_add_up],
+    ex4_gumbel=[noise_is_gumbel, largest_sum_is_taken, eval_repeats],
+    ex5_stick=[stick_is_broken, nothing_underflows],
+    ex6_compose=[blocks_read_x, tables_side_by_side, blocks_are_copies],
+    ex7_gate=[starts_at_zero, gate_computes, gate_is_added, low_rank_learns],
+    ex8_prune=[picks_are_counted, most_used_stay])
+PLACES = dict(
+    ex1_top_k='moep.py, Router.choose; moep.py, Router.weigh',
+    ex2_balance='moep.py, Router.balance_loss',
+    ex3_dispatch='moep.py, Rows',
+    ex4_gumbel='papaformer.py, Router.forward',
+    ex5_stick='moduleformer.py, stick_weights',
+    ex6_compose='papaformer.py, compose; papaformer.py, Share',
+    ex7_gate='selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank',
+    ex8_prune='moduleformer.py, count_usage; moduleformer.py, prune_experts')
+HINTS = dict(
+    ex1_top_k="""
+softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
+by sum(-1, keepdim=True).
+The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
+names, with scatter along dimension 1.""",
+    ex2_balance="""
+To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
+divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
+The entropy is largest when all choices are used alike, and descent makes a loss small. With
+clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan.""",
+    ex3_dispatch="""
+For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
+their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
+The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
+pair // K is a pair's token. Then one call can multiply all groups.""",
+    ex4_gumbel="""
+You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
+`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
+you want to have.
+F.one_hot(index, n) returns integers: convert them to the dtype of the logits.""",
+    ex5_stick="""
+Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
+0, so later keys take nothing and leave everything.
+The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
+simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum.""",
+    ex6_compose="""
+torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
+block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
+parameter.copy_(values), under `with torch.no_grad():`.""",
+    ex7_gate="""
+nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
+matrix product: h @ weight.
+G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
+zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
+may be zero, the other must not be.""",
+    ex8_prune="""
 target_N >= 0 picks the tokens that count; torch.bincount(..., minlength=n_modules) counts.
 count_E.topk(k).indices are the modules that always stay: set their frequency to inf. The numbers of
-all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors."""
+all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors.""")
