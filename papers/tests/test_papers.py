@@ -302,5 +302,5 @@ def test_all_drafts_are_kept():
     for layer in model.layers[1:]:
         layer.proj.weight.data.zero_()
         layer.down.weight.data.zero_()
-    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3, Machine('cpu'))
+    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3)
     assert texts.shape == (2, 14) and kept == 1
