@@ -32,8 +32,8 @@ epochs = 10
 batch_size = 16
 learning_rate = 3e-4
 warmup_iters = 800
-# The paper's cosine, weight decay, betas and eps are train.py's defaults. It gives neither
-# min_lr nor grad_clip.
+# The paper's cosine, weight decay, betas and eps are train.py's defaults. It gives no min_lr and
+# no grad_clip.
 eval_interval = 2000
 save_interval = 2000
 checkpoint_words = [1e6, 2e6, 3e6, 4e6, 5e6, 6e6, 7e6, 8e6, 9e6, 10e6,

@@ -25,7 +25,7 @@ epochs = 6                      # over 3M tokens per set; the paper: 2, over far
 batch_size = 32                 # the paper accumulates 8 of them per step
 learning_rate = 5e-4
 eps = 1e-5
-# The paper's cosine, weight decay and betas are train.py's defaults. It gives neither min_lr,
-# warm-up nor grad_clip.
+# The paper's cosine, weight decay and betas are train.py's defaults. It gives no min_lr, no
+# warm-up and no grad_clip.
 eval_interval = 1000
 save_interval = 1000
