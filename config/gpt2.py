@@ -10,8 +10,6 @@ n_embd = 96
 n_parallel = 0
 dropout = 0.0
 
-epochs = 1
-batch_size = 16
 optimizer = 'muon'              # AdamW needs twice as many tokens for the same loss
 learning_rate = 5e-3
 muon_rate = 4.0

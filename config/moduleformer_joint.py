@@ -7,10 +7,9 @@ config/moduleformer_lifelong.py; the routers, the embedding and the head train t
     python -m tools.surgery insert_experts out/moduleformer --router full --out out/inserted_full
 """
 init_from = 'out/inserted_full'
-data = 'lingo_stories'
+data = 'lingo_stories'          # four passes over the new text, a quarter of one over the old
 eval_data = 'toy_stories,toy_lingo'
 
-epochs = 1      # four passes over the new text, and a quarter of one over the old
 batch_size = 8
 learning_rate = 1e-3
 schedule = 'constant'

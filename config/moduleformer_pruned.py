@@ -10,7 +10,6 @@ To choose another threshold:
 init_from = 'out/pruned'
 data = 'toy_math'
 
-epochs = 1
 batch_size = 8
 learning_rate = 1e-3
 schedule = 'constant'

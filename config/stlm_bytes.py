@@ -6,7 +6,6 @@ data = 'toy_bytes'
 vocab_size = 259
 block_size = 576                # 64 chunks of 9 slots
 byte_limit = 8
-decoder = 'causal'
 byte_embd = 48
 byte_layer = 2
 byte_head = 2

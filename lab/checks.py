@@ -1,5 +1,5 @@
 """
-What turns an exercise green. Spoiler: a check often compares with the answer, as a slow loop.
+What turns an exercise green. Spoiler: a check often compares with the answer.
 
 A check takes the exercise's module; its docstring says what it asks for. Where the answer differs,
 expect and expect_same raise AssertionError with what to look at.
@@ -10,8 +10,6 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-CHECKS, HINTS, PLACES = {}, {}, {}                       # by exercise, filled section by section
 
 
 def expect(is_right, hint):
@@ -55,18 +53,12 @@ def expect_same_gradient(f, slow_f, x, hint):
     expect_same(grad, wanted, hint)
 
 
-# ---- 1. Top-k gates -----------------------------------------------------------------------------
+# ---- 1. Top-k gates ------------------------------------------------------------------------------
 
-
-def slow_gates(score_NE, k):
-    """One token after the other -> gates, choices"""
-    gates, choices = [], []
-    for score in score_NE:
-        best = sorted(range(len(score)), key=lambda i: -score[i].item())[:k]
-        total = sum(score[i].exp() for i in best)
-        gates.append(torch.stack([score[i].exp() / total for i in best]))
-        choices.append(torch.tensor(best))
-    return torch.stack(gates), torch.stack(choices)
+def right_gates(score_NE, k):
+    """-> gates, choices"""
+    prob_NK, choice_NK = score_NE.softmax(-1).topk(k)
+    return prob_NK / prob_NK.sum(-1, keepdim=True), choice_NK
 
 
 def gates_are_shares(ex):
@@ -74,65 +66,42 @@ def gates_are_shares(ex):
     for score in (torch.tensor([[0.05, 0.05, 0.1, 0.8], [0.4, 0.3, 0.2, 0.1]]).log(), randn(3, 5)):
         k = len(score)                                   # N = K: no keepdim is no crash
         gate, choice = ex.top_k_gates(score, k)
-        wanted_gate, wanted_choice = slow_gates(score, k)
+        wanted_gate, wanted_choice = right_gates(score, k)
         expect_same(choice, wanted_choice, 'the K best of the scores of a token, the best first')
         expect_same(gate, wanted_gate, 'one softmax over the scores of a token, then divided by '
                                        'the sum of its K (with keepdim=True)')
-
-
-def gates_carry_gradient(ex):
-    """autograd finds the gradient of your gates"""
-    expect_same_gradient(lambda x: ex.top_k_gates(x, 2)[0], lambda x: slow_gates(x, 2)[0],
-                         randn(3, 4), 'is a part of the gates detached?')
+    expect_same_gradient(lambda x: ex.top_k_gates(x, 2)[0], lambda x: right_gates(x, 2)[0],
+                         randn(3, 4), 'the gradient of your gates. Is a part of them detached?')
 
 
 def formula_is_right(ex):
     """score_gradient is what autograd finds, and 0 at the scores that were not chosen"""
     for k in (2, 1):
         score, g = randn(3, 4), randn(3, k)
-        wanted = gradient(lambda x: (g * slow_gates(x, k)[0]).sum(), score)
-        expect_same(ex.score_gradient(*slow_gates(score, k), g, 4), wanted,
+        wanted = gradient(lambda x: (g * right_gates(x, k)[0]).sum(), score)
+        expect_same(ex.score_gradient(*right_gates(score, k), g, 4), wanted,
                     f'at K = {k}. The column is the number of the choice. A higher score also '
                     'lowers the other gates: that is the sum, over the K of one token')
 
 
-CHECKS['ex1_top_k'] = [gates_are_shares, gates_carry_gradient, formula_is_right]
-PLACES['ex1_top_k'] = 'moep.py, Router.choose; moep.py, Router.weigh'
-HINTS['ex1_top_k'] = """
-softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
-by sum(-1, keepdim=True).
-The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
-names, with scatter along dimension 1."""
+# ---- 2. Balance ----------------------------------------------------------------------------------
+
+def right_switch_loss(prob_NE, choice_NK):
+    E = prob_NE.size(1)
+    f_E = torch.bincount(choice_NK.flatten(), minlength=E) / choice_NK.numel()
+    return E * (f_E * prob_NE.mean(0)).sum()
 
 
-# ---- 2. Balance ---------------------------------------------------------------------------------
-
-
-def slow_switch(prob_NE, choice_NK):
-    (N, E), K = prob_NE.shape, choice_NK.size(1)
-    total = 0
-    for i in range(E):
-        f = choice_NK.flatten().tolist().count(i) / (N * K)
-        p = sum(prob_NE[n, i] for n in range(N)) / N
-        total = total + f * p
-    return E * total
-
-
-def switch_value(ex):
-    """switch_loss: 1.65 in the example; at K = 2 all picks count"""
+def switch_loss_is_right(ex):
+    """switch_loss: 1.65 in the example; at K = 2 all picks count; the gradient flows through p"""
     prob = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4]])
     for choice in (torch.tensor([[0], [0]]), torch.tensor([[0, 1], [0, 2]])):
-        expect_same(ex.switch_loss(prob, choice), slow_switch(prob, choice),
+        expect_same(ex.switch_loss(prob, choice), right_switch_loss(prob, choice),
                     'look at the sign, the factor E, and f, the share of all N*K picks')
-
-
-def switch_gradient(ex):
-    """switch_loss: the gradient flows through p, not through f"""
-    score = randn(6, 4)
-    choice = score.topk(2).indices
-    expect_same_gradient(lambda x: ex.switch_loss(x.softmax(-1), choice),
-                         lambda x: slow_switch(x.softmax(-1), choice), score,
-                         'f is counted from the choices, p is the mean of the probabilities')
+        expect_same_gradient(lambda x: ex.switch_loss(x.softmax(-1), choice),
+                             lambda x: right_switch_loss(x.softmax(-1), choice), randn(2, 3),
+                             'the gradient. f is counted from the choices, p is the mean of the '
+                             'probabilities')
 
 
 def entropy_value(ex):
@@ -156,25 +125,13 @@ def entropy_balances(ex):
            'collapses the router. Look at its sign')
 
 
-CHECKS['ex2_balance'] = [switch_value, switch_gradient, entropy_value, entropy_balances]
-PLACES['ex2_balance'] = 'moep.py, Router.balance_loss'
-HINTS['ex2_balance'] = """
-To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
-divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
-The entropy is largest when all choices are used alike, and descent makes a loss small. With
-clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan."""
-
-
-# ---- 3. Dispatch --------------------------------------------------------------------------------
-
+# ---- 3. Dispatch ---------------------------------------------------------------------------------
 
 def dense(x_ND, gate_NK, choice_NK, experts):
-    """All experts on all tokens, one token after the other."""
-    rows = []
-    for x, gate, choice in zip(x_ND, gate_NK, choice_NK.tolist()):
-        outputs = [expert(x[None])[0] for expert in experts]
-        rows.append(sum(g * outputs[e] for g, e in zip(gate, choice)))
-    return torch.stack(rows)
+    """All experts compute all tokens."""
+    y_END = torch.stack([expert(x_ND) for expert in experts])
+    y_NKD = y_END[choice_NK, torch.arange(len(x_ND))[:, None]]
+    return (gate_NK[..., None] * y_NKD).sum(1)
 
 
 def routed(N, K, E):
@@ -203,7 +160,8 @@ def only_chosen_rows(ex):
 
 
 def outputs_add_up(ex):
-    """a token's K outputs are added, each with its own gate; an expert may be idle"""
+    """a token's K outputs are added, each with its own gate; an expert may be idle; gradients flow
+    to the tokens and the gates"""
     for K in (1, 2):
         x, gate, _, experts = routed(N=8, K=K, E=4)
         choice = torch.rand(8, 3).argsort(1)[:, :K]      # no token chooses expert 3
@@ -211,28 +169,13 @@ def outputs_add_up(ex):
                     f'at K = {K}. Multiply every output, not the input, by the gate of its own '
                     'token, and add it at the place of that token: y[index] = rows overwrites '
                     'what another expert put there')
+    expect_same_gradient(lambda x: ex.dispatch(x, gate, choice, experts),
+                         lambda x: dense(x, gate, choice, experts), x, 'the gradient of the tokens')
+    expect_same_gradient(lambda g: ex.dispatch(x, g, choice, experts),
+                         lambda g: dense(x, g, choice, experts), gate, 'the gradient of the gates')
 
 
-def dense_gradients(ex):
-    """gradients of tokens and gates are the dense ones"""
-    x, gate, choice, experts = routed(N=8, K=2, E=4)
-    dispatch_x, dense_x = [lambda x, f=f: f(x, gate, choice, experts) for f in (ex.dispatch, dense)]
-    dispatch_g, dense_g = [lambda g, f=f: f(x, g, choice, experts) for f in (ex.dispatch, dense)]
-    expect_same_gradient(dispatch_x, dense_x, x, 'the gradient of the tokens')
-    expect_same_gradient(dispatch_g, dense_g, gate, 'the gradient of the gates')
-
-
-CHECKS['ex3_dispatch'] = [only_chosen_rows, outputs_add_up, dense_gradients]
-PLACES['ex3_dispatch'] = 'moep.py, Rows'
-HINTS['ex3_dispatch'] = """
-For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
-their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
-The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
-pair // K is a pair's token. Then one call can multiply all groups."""
-
-
-# ---- 4. Gumbel ----------------------------------------------------------------------------------
-
+# ---- 4. Gumbel -----------------------------------------------------------------------------------
 
 def noise_is_gumbel(ex):
     """gumbel_noise is -log(-log(u))"""
@@ -242,21 +185,17 @@ def noise_is_gumbel(ex):
 
 
 def largest_sum_is_taken(ex):
-    """in training the weights are one-hot for the largest sum of logit and noise"""
+    """in training the weights are one-hot for the largest sum of logit and noise; their gradient is
+    that of the soft weights, at every temperature"""
     logits, noise = randn(6, 4), randn(6, 4)
     weights = ex.straight_through(logits, noise, 1.0, training=True)
     expect_same(weights, F.one_hot((logits + noise).argmax(-1), 4),
                 'one-hot, for the largest sum; the soft weights are for backward alone')
     expect(weights.dtype == logits.dtype, f'the weights are {weights.dtype}, unlike the logits')
-
-
-def gradient_is_soft(ex):
-    """in training the gradient is that of the soft weights, at every temperature"""
-    noise = randn(6, 4)
     for t in (1.0, 0.5):
         expect_same_gradient(lambda x: ex.straight_through(x, noise, t, True),
-                             lambda x: ((x + noise) / t).softmax(-1), randn(6, 4),
-                             f'that of softmax((logits + noise) / temperature), at {t}')
+                             lambda x: ((x + noise) / t).softmax(-1), logits,
+                             f'the gradient of softmax((logits + noise) / temperature), at {t}')
 
 
 def eval_repeats(ex):
@@ -266,29 +205,17 @@ def eval_repeats(ex):
                 F.one_hot(logits.argmax(-1), 4), 'the noise is for training alone')
 
 
-CHECKS['ex4_gumbel'] = [noise_is_gumbel, largest_sum_is_taken, gradient_is_soft, eval_repeats]
-PLACES['ex4_gumbel'] = 'papaformer.py, Router.forward'
-HINTS['ex4_gumbel'] = """
-You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
-`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
-you want to have.
-F.one_hot(index, n) returns integers: convert them to the dtype of the logits."""
-
-
-# ---- 5. Stick-breaking --------------------------------------------------------------------------
-
+# ---- 5. Stick-breaking ---------------------------------------------------------------------------
 
 def slow_stick(z_TT):
     """p (T, T), one query and one key after the other."""
-    rows = []
-    for t, z in enumerate(z_TT):
-        row = [torch.zeros_like(z[0])] * len(z)
-        left = torch.ones_like(z[0])
+    share_TT, p_TT = z_TT.sigmoid(), torch.zeros_like(z_TT)
+    for t in range(len(z_TT)):
+        left = 1
         for i in range(t, -1, -1):
-            row[i] = left * z[i].sigmoid()
-            left = left * (1 - z[i].sigmoid())
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+            p_TT[t, i] = left * share_TT[t, i]
+            left = left * (1 - share_TT[t, i])
+    return p_TT
 
 
 def stick_is_broken(ex):
@@ -297,13 +224,9 @@ def stick_is_broken(ex):
         expect_same(ex.log_stick_weights(z).exp(), slow_stick(z),
                     '(exp of what you return.) Key i takes its share of what the keys after it, '
                     'up to t, have left. Set z to -inf where i > t before you add up')
-
-
-def gradient_is_right(ex):
-    """the gradient of the weights, too"""
     expect_same_gradient(lambda x: ex.log_stick_weights(x).exp().tril(), slow_stick,
                          randn(4, 4).tril(),
-                         'if the weights are right, is a part of them detached?')
+                         'the gradient. If the weights are right, is a part of them detached?')
 
 
 def nothing_underflows(ex):
@@ -320,17 +243,7 @@ def nothing_underflows(ex):
            'replaced. F.logsigmoid loses nothing')
 
 
-CHECKS['ex5_stick'] = [stick_is_broken, gradient_is_right, nothing_underflows]
-PLACES['ex5_stick'] = 'moduleformer.py, stick_weights'
-HINTS['ex5_stick'] = """
-Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
-0, so later keys take nothing and leave everything.
-The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
-simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum."""
-
-
-# ---- 6. Compose ---------------------------------------------------------------------------------
-
+# ---- 6. Compose ----------------------------------------------------------------------------------
 
 def two_paths(ex):
     """-> two paths (10 tokens, width 3, two blocks), and what compose makes of them"""
@@ -356,42 +269,25 @@ def tables_side_by_side(ex):
 
 
 def blocks_are_copies(ex):
-    """block p of layer i computes what block i of path p does"""
+    """block p of layer i computes what block i of path p does, with weights of its own"""
     paths, model = two_paths(ex)
     x = torch.randn(4, 3)
     for i, layer in enumerate(model.layers):
         for p, block in enumerate(layer.blocks):
             expect_same(block(x), paths[p].blocks[i](x), f'layers[{i}].blocks[{p}]')
-
-
-def paths_stay(ex):
-    """changing the composed model leaves the paths alone"""
-    paths, model = two_paths(ex)
-    weights = [p for path in paths for p in path.parameters()]
-    before = [p.detach().clone() for p in weights]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-    expect(all(map(torch.equal, before, weights)),
+    ours, theirs = ({p.data_ptr() for module in modules for p in module.parameters()}
+                    for modules in ([model], paths))
+    expect(not ours & theirs,
            'a path changes when the composed model is trained: they share tensors. Copy the values')
 
 
-CHECKS['ex6_compose'] = [blocks_read_x, tables_side_by_side, blocks_are_copies, paths_stay]
-PLACES['ex6_compose'] = 'papaformer.py, compose; papaformer.py, Share'
-HINTS['ex6_compose'] = """
-torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
-block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
-parameter.copy_(values), under `with torch.no_grad():`."""
-
-
-# ---- 7. Gate ------------------------------------------------------------------------------------
-
+# ---- 7. Gate -------------------------------------------------------------------------------------
 
 SIZES = dict(matrix=16, vector=4, scalar=1)              # weights of each kind, at a width of 4
 
 
 def starts_at_zero(ex):
-    """a gate has d * d, d or one weight, and returns 0 at first"""
+    """a gate has d * d, d or one weight, returns 0 at first, and can learn from there"""
     h = torch.randn(2, 3, 4)
     for kind, wanted in SIZES.items():
         gate = ex.Gate(kind, 4)
@@ -399,17 +295,9 @@ def starts_at_zero(ex):
         expect(size == wanted, f'a {kind} gate of width 4 has {size} parameters, not {wanted}: '
                                'is it an nn.Parameter, and is there a bias?')
         expect_same(gate(h), torch.zeros(2, 3, 4), f'the weights of a {kind} gate must start at 0')
-
-
-def gate_learns(ex):
-    """at first the gradient of a gate is not 0"""
-    block, h = nn.Linear(4, 4), torch.randn(2, 3, 4)
-    for kind in SIZES:
-        gate = ex.Gate(kind, 4)
-        (torch.randn(2, 3, 4) * ex.gated_layer(block, gate, h)).sum().backward()
+        (torch.randn(2, 3, 4) * gate(h)).sum().backward()
         expect(all(p.grad is not None and p.grad.any() for p in gate.parameters()),
-               f'no gradient reaches a {kind} gate, so it stays at zero: '
-               'is it a product of two zeros, or detached?')
+               f'no gradient reaches a {kind} gate, so it stays at zero')
 
 
 def gate_computes(ex):
@@ -427,10 +315,11 @@ def gate_computes(ex):
 
 def gate_is_added(ex):
     """gated_layer: the gate reads what the block reads, and is added to what the block returns"""
-    block, h = nn.Linear(4, 4), torch.randn(2, 3, 4)
-    for factor in (0, 2):
-        expect_same(ex.gated_layer(block, lambda h: factor * h, h), block(h) + factor * h,
-                    f'block(h) + G(h), where G(h) is {factor} * h. Is h added twice?')
+    block, gate, h = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 3, 4)
+    expect_same(ex.gated_layer(block, gate, h), block(h) + gate(h),
+                'block(h) + G(h). Is h added twice?')
+    expect_same_gradient(lambda h: ex.gated_layer(block, gate, h), lambda h: block(h) + gate(h), h,
+                         'the gradient of h. Is a part detached?')
 
 
 def low_rank_learns(ex):
@@ -447,18 +336,7 @@ def low_rank_learns(ex):
            'Start one of them at random')
 
 
-CHECKS['ex7_gate'] = [starts_at_zero, gate_learns, gate_computes, gate_is_added, low_rank_learns]
-PLACES['ex7_gate'] = 'selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank'
-HINTS['ex7_gate'] = """
-nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
-matrix product: h @ weight.
-G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
-zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
-may be zero, the other must not be."""
-
-
-# ---- 8. Prune -----------------------------------------------------------------------------------
-
+# ---- 8. Prune ------------------------------------------------------------------------------------
 
 def picks_are_counted(ex):
     """count_usage: all K picks of a token count, padding does not, unused modules have a 0"""
@@ -469,31 +347,79 @@ def picks_are_counted(ex):
                     'count both picks of a token. A target of -1 is padding, 0 is a token')
 
 
-def expect_modules(ex, count, threshold, k, wanted, hint):
-    mark = torch.arange(len(count), dtype=torch.float32)         # row and matrix i are full of i
-    router, w = mark[:, None].repeat(1, 2), mark[:, None, None].repeat(1, 2, 3)
-    router, w = ex.prune(router, w, torch.tensor(count), threshold, k)
-    hint = f'the modules that stay, of counts {count} and a threshold of {threshold}. {hint}'
-    expect_same(w[:, 0, 0], torch.tensor(wanted), hint)
-    expect_same(router[:, 0], w[:, 0, 0], "the router's rows are not those of the matrices")
-
-
 def most_used_stay(ex):
-    """prune: a count is compared with the largest; what stays keeps its order"""
-    hint = 'Divide by the largest count, not by the sum; 0.5 is not below 0.5; keep the order'
-    expect_modules(ex, [5, 90, 1, 100, 80], 0.2, 1, [1, 3, 4], hint)
-    expect_modules(ex, [60, 30, 20], 0.5, 1, [0, 1], hint)
+    """prune: a count is compared with the largest, and the K most used stay whatever the threshold;
+    what stays keeps its order"""
+    for count, threshold, k, wanted in (([5, 90, 1, 100, 80], 0.2, 1, [1, 3, 4]),
+                                        ([60, 30, 20], 0.5, 1, [0, 1]),
+                                        ([3, 100, 2, 4, 1], 0.9, 3, [0, 1, 3])):
+        number = torch.arange(len(count)).float()        # row and matrix i are full of i
+        router, w = number[:, None].repeat(1, 2), number[:, None, None].repeat(1, 2, 3)
+        router, w = ex.prune(router, w, torch.tensor(count), threshold, k)
+        expect_same(w[:, 0, 0], torch.tensor(wanted),
+                    f'the modules that stay, of counts {count} and a threshold of {threshold}, at '
+                    f'K = {k}. Divide by the largest count, not by the sum; 0.5 is not below 0.5; '
+                    'the K most used always stay; keep the order')
+        expect_same(router[:, 0], w[:, 0, 0], "the router's rows are not those of the matrices")
 
 
-def k_stay(ex):
-    """prune: the K most used stay, whatever the threshold"""
-    expect_modules(ex, [3, 100, 2, 4, 1], 0.9, 3, [0, 1, 3],
-                   'A token takes K = 3, so the three most used always stay, in their order')
+# ---- Of each exercise: its checks, where the project has the answer, a hint ----------------------
 
-
-CHECKS['ex8_prune'] = [picks_are_counted, most_used_stay, k_stay]
-PLACES['ex8_prune'] = 'moduleformer.py, count_usage; moduleformer.py, prune_experts'
-HINTS['ex8_prune'] = """
+CHECKS = dict(
+    ex1_top_k=[gates_are_shares, formula_is_right],
+    ex2_balance=[switch_loss_is_right, entropy_value, entropy_balances],
+    ex3_dispatch=[only_chosen_rows, outputs_add_up],
+    ex4_gumbel=[noise_is_gumbel, largest_sum_is_taken, eval_repeats],
+    ex5_stick=[stick_is_broken, nothing_underflows],
+    ex6_compose=[blocks_read_x, tables_side_by_side, blocks_are_copies],
+    ex7_gate=[starts_at_zero, gate_computes, gate_is_added, low_rank_learns],
+    ex8_prune=[picks_are_counted, most_used_stay])
+PLACES = dict(
+    ex1_top_k='moep.py, Router.choose; moep.py, Router.weigh',
+    ex2_balance='moep.py, Router.balance_loss',
+    ex3_dispatch='moep.py, Rows',
+    ex4_gumbel='papaformer.py, Router.forward',
+    ex5_stick='moduleformer.py, stick_weights',
+    ex6_compose='papaformer.py, compose; papaformer.py, Share',
+    ex7_gate='selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank',
+    ex8_prune='moduleformer.py, count_usage; moduleformer.py, prune_experts')
+HINTS = dict(
+    ex1_top_k="""
+softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
+by sum(-1, keepdim=True).
+The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
+names, with scatter along dimension 1.""",
+    ex2_balance="""
+To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
+divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
+The entropy is largest when all choices are used alike, and descent makes a loss small. With
+clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan.""",
+    ex3_dispatch="""
+For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
+their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
+The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
+pair // K is a pair's token. Then one call can multiply all groups.""",
+    ex4_gumbel="""
+You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
+`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
+you want to have.
+F.one_hot(index, n) returns integers: convert them to the dtype of the logits.""",
+    ex5_stick="""
+Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
+0, so later keys take nothing and leave everything.
+The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
+simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum.""",
+    ex6_compose="""
+torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
+block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
+parameter.copy_(values), under `with torch.no_grad():`.""",
+    ex7_gate="""
+nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
+matrix product: h @ weight.
+G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
+zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
+may be zero, the other must not be.""",
+    ex8_prune="""
 target_N >= 0 picks the tokens that count; torch.bincount(..., minlength=n_modules) counts.
 count_E.topk(k).indices are the modules that always stay: set their frequency to inf. The numbers of
-all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors."""
+all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors.""")

@@ -57,21 +57,18 @@ class Exit(torch.nn.Module):
 
 
 @torch.no_grad()
-def decode(model, prompts, n_new, draft_layers, n_draft, machine):
+def decode(model, prompts, n_new, draft_layers, n_draft):
     """Greedy text of each prompt -> tokens (prompts, T), tokens per second, share of drafts kept"""
     calls = Counter()                                    # of the first layer and the last
     hooks = [layer.register_forward_hook(lambda layer, *_: calls.update([layer]))
              for layer in (model.layers[0], model.layers[-1])]
-    texts = []
-    model.generate(prompts[:1], n_new, 0, None, draft_layers, n_draft)   # warms up
-    if machine.device.type != 'cpu':
-        torch.accelerator.synchronize()
+
+    def write(prompt):                                   # .cpu() waits for the last token
+        return model.generate(prompt, n_new, 0, None, draft_layers, n_draft).cpu()
+    write(prompts[:1])                                   # warms up
     calls.clear()
     start = time.perf_counter()
-    for prompt in prompts.split(1):
-        texts.append(model.generate(prompt, n_new, 0, None, draft_layers, n_draft))
-    if machine.device.type != 'cpu':
-        torch.accelerator.synchronize()
+    texts = torch.cat([write(prompt) for prompt in prompts.split(1)])
     took = time.perf_counter() - start
     for hook in hooks:
         hook.remove()
@@ -82,7 +79,7 @@ def decode(model, prompts, n_new, draft_layers, n_draft, machine):
         rounds = calls[model.layers[-1]]
         drafted = calls[model.layers[0]] - rounds
         kept = (len(prompts) * n_new - rounds) / max(1, drafted)
-    return torch.cat(texts), len(prompts) * n_new / took, kept
+    return texts, len(prompts) * n_new / took, kept
 
 
 def main():
@@ -116,6 +113,9 @@ def main():
     def score(model):
         return score_batches(model, windows(), tokenizer, machine)
 
+    def show(title, scores):
+        print(f"{title:20}  loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte")
+
     routed = {}
     if model.config.capacity < 1:
         routed['forecast'] = score(model)
@@ -123,36 +123,31 @@ def main():
         x, _ = next(windows())
         shares = count_routes(model, x, machine)['routes']
         routed['passed'] = {layer: share for layer, (share, _) in shares.items()}
-        print(f"the forecast decides  loss {routed['forecast']['loss']:.4f}, "
-              f"{routed['forecast']['bits_per_byte']:.4f} bits per byte")
-        print(f"the window's top      loss {routed['top']['loss']:.4f}, "
-              f"{routed['top']['bits_per_byte']:.4f} bits per byte (looks ahead)")
+        show('the forecast decides', routed['forecast'])
+        show('looking ahead', routed['top'])
         print('passed                ' + ', '.join(f'{layer}: {100 * share:.1f}%'
                                                    for layer, share in routed['passed'].items()))
     exits = []
     for n in range(1, L + 1):
         scores = score(Exit(model, n))
         exits.append(dict(layers=n, **scores))
-        print(f"exit after {n:3} {'layer ' if n == 1 else 'layers'}  loss {scores['loss']:.4f}, "
-              f"{scores['bits_per_byte']:.4f} bits per byte")
+        show(f'exit after layer {n}', scores)
 
     length = min(32, max(1, T // 2), len(tokens))
     starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
     prompts = machine.send(read_windows([tokens], starts, length))
     drafts = []
-    plain = None
     model.eval()
     for n in (0, *draft_layers):
-        texts, rate, kept = decode(model, prompts, args.max_new_tokens, n, args.n_draft, machine)
-        plain = texts if n == 0 else plain
+        texts, rate, kept = decode(model, prompts, args.max_new_tokens, n, args.n_draft)
+        if n == 0:
+            plain = texts
+            print(f'no drafts             {rate:,.0f} tokens/s')
         same = int((texts == plain).all(1).sum())
         drafts.append(dict(layers=n, tokens_per_s=rate, kept=kept, same=same))
-        how = 'no drafts            '
-        more = ''
         if n:
-            how = f'{n:3} layers draft {args.n_draft:3}  '
-            more = f', {100 * kept:.1f}% kept, {same} of {len(prompts)} texts the same'
-        print(f'{how} {rate:,.0f} tokens/s{more}')
+            print(f'{n:3} layers draft {args.n_draft:3}   {rate:,.0f} tokens/s, {100 * kept:.1f}% '
+                  f'kept, {same} of {len(prompts)} texts the same')
     if args.json:
         write_json(args.json, dict(run=args.run, data=str(folder), n_draft=args.n_draft,
                                    prompts=len(prompts), max_new_tokens=args.max_new_tokens,

@@ -44,7 +44,6 @@ def last_number(text):
 
 # ---- Problems -----------------------------------------------------------------------------------
 
-
 def read_problems(path):
     """[(question, solution), ...] of a .jsonl file or of a data set's validation documents."""
     path = Path(path)
@@ -68,7 +67,6 @@ def read_val_documents(folder):
 
 
 # ---- Solutions ----------------------------------------------------------------------------------
-
 
 @torch.no_grad()
 def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
@@ -154,7 +152,6 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
 
 
 # ---- The command line ---------------------------------------------------------------------------
-
 
 def main():
     parser = run_parser(__doc__, data=dict(

@@ -40,7 +40,6 @@ def losses(seeds, data=None, at=-1, key='loss'):
 
 # ---- PaPaformer ---------------------------------------------------------------------------------
 
-
 @large
 def papaformer():
     """The loss on stories after both phases, against training time, paths in turn, one H200."""
@@ -67,7 +66,6 @@ def papaformer():
 
 
 # ---- MoEP ---------------------------------------------------------------------------------------
-
 
 def moep():
     """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
@@ -144,7 +142,6 @@ def moep_routes():
 
 # ---- Routes -------------------------------------------------------------------------------------
 
-
 @large
 def lookup():
     """How much of a choice is known from the token, its class, and its data set: over all
@@ -169,7 +166,6 @@ def lookup():
 
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
-
 
 def moduleformer():
     """Math as the new domain, with old text and without: forgotten against learned."""
@@ -217,7 +213,6 @@ def prune():
 
 # ---- Self-MoE and Super Tiny models -------------------------------------------------------------
 
-
 def selfmoe():
     """Real math: perplexity of each layer's state through the head, without and with its gate."""
     kinds = tables.gates('real')
@@ -259,7 +254,6 @@ def stlm():
 
 
 # ---- The arena ----------------------------------------------------------------------------------
-
 
 KINDS = {                                # its colour, and how the names of its entries begin
     'dense': (DENSE, r'dense(_small|_muon.*)?$|gpt2|llama'),

@@ -71,7 +71,6 @@ def gelu(h, tanh=False):
 
 # ---- Routers -------------------------------------------------------------------------------------
 
-
 def route(weight, x, K):
     """-> the probabilities of all choices, {choice: gate} of the K best: their gates sum to 1."""
     prob = torch.exp(weight @ x) / torch.exp(weight @ x).sum()
@@ -88,7 +87,6 @@ def switch_balance(log):
 
 
 # ---- A model and its slow version ----------------------------------------------------------------
-
 
 def compare(model, x, y, logits, aux, weights, atol=1e-10):
     """The model's logits, loss, auxiliary losses and every gradient of loss + sum of weight * aux,
@@ -121,7 +119,6 @@ def same_routes(routes, logs):
 
 
 # ---- Generation ----------------------------------------------------------------------------------
-
 
 def slots(model):
     """Symbols of a chunk; a token is a chunk of one."""

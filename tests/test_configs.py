@@ -30,7 +30,8 @@ def test_a_config_of_a_paper(name, monkeypatch):
     s, module, keys = read_settings([str(PAPER / f'{name}.py')])
     assert s.out_dir == f'out/paper/{name}'
     named = re.findall(r'tools\.surgery (\w+)', (PAPER / f'{name}.py').read_text())
-    assert {*named} <= checkpoint.find_surgeries(module.Model).keys()
+    if (ROOT / 'tools').exists():                        # a room that may be taken away
+        assert {*named} <= checkpoint.find_surgeries(module.Model).keys()
     if s.init_from:                                      # the model's sizes are those of that run
         return
     with torch.device('meta'):

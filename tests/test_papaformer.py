@@ -33,7 +33,6 @@ def make_path(seed=0, **changes):
 
 # ---- The slow version ----------------------------------------------------------------------------
 
-
 def block(x, b, n_head, out_proj):
     """One LLaMA block (Fig. 1) over one sequence, a list of vectors."""
     heads = attention([rms(v, b.norm_1.weight, 1e-5) for v in x], b.qkv.weight, n_head, n_head)
@@ -161,7 +160,6 @@ def test_oracle(changes, training):
 
 # ---- Compose -------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize('connection', CONNECTIONS)
 @pytest.mark.parametrize('k', [2, 3])
 def test_compose_copies_paths(connection, k):
@@ -220,31 +218,7 @@ def test_what_does_not_compose():
             compose([make_path(), make_path(**change)], **settings)
 
 
-# ---- Which path is used: papers/path_usage.py ----------------------------------------------------
-
-
-@pytest.mark.parametrize('changes', [G1, G2, dict(n_parallel=3), dict(UNEQUAL, n_parallel=3)],
-                         ids=str)
-def test_path_usage(changes):
-    """Of the last token. Gumbel: its choice. Share: the path whose output is most similar to what
-    the next layer reads, in all layers except the last."""
-    path_usage = pytest.importorskip('papers.path_usage').path_usage
-    model, x = make(**changes).eval(), tokens(9, 4)
-    _, _, weights, outputs = oracle(model, x)
-    want = [[row[-1].tolist().index(1) for row in layer] for layer in weights.values()]
-    for n in range(len(model.parallel) - 1) if not weights else ():
-        layer = []
-        for f, reads in outputs[n]:                      # of each path, for the last token of a row
-            cosines = [a @ b / torch.sqrt((a @ a) * (b @ b)) for a, b in zip(f, reads)]
-            layer.append(cosines.index(max(cosines)))
-        want.append(layer)
-    assert len({*sum(want, [])}) > 1
-    assert torch.equal(path_usage(model, x), torch.tensor(want).T)
-    assert not any(m._forward_hooks for m in model.modules())
-
-
 # ---- Sizes ---------------------------------------------------------------------------------------
-
 
 def count(**changes):
     with torch.device('meta'):

@@ -5,7 +5,6 @@ import typing
 
 import pytest
 
-from arena import moduleformer_routers
 from plumbing.cli import UserError
 from plumbing.settings import (Settings, as_type, default_out_dir, parse_value, read_config,
                                read_settings)
@@ -80,11 +79,12 @@ def test_a_name_that_looks_like_a_number_stays_as_typed():
     assert (s.out_dir, s.data, s.seed) == ('2024', '1_000', 1000)
 
 
-def test_help_prints_every_field(run):
+@pytest.mark.parametrize('name', ['moep', 'arena.moduleformer_routers'])
+def test_help_prints_every_field(run, name):
     """With this run's values; also the fields that a Config inherits."""
-    args = ['--model=arena.moduleformer_routers', '--learning_rate=0.003', '--help']
-    told = run('train.py', *args, here=True).stdout
-    for owner in (Settings, moduleformer_routers.Config):
+    module = pytest.importorskip(name)
+    told = run('train.py', f'--model={name}', '--learning_rate=0.003', '--help', here=True).stdout
+    for owner in (Settings, module.Config):
         assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(owner))
     assert 'learning_rate: float = 0.003           # of AdamW' in told
     assert 'python train.py config' in told and 'def ' not in told

@@ -16,7 +16,7 @@ from plumbing.bins import val_batches
 from plumbing.bpe import train_bpe
 from plumbing.tokenizer import SENTENCES
 from stlm import STLM, STLMConfig
-from test_contract import assert_one_graph, compile_and_record, pair, text
+from test_contract import assert_one_graph, compile_and_record, pair
 
 SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
              ffn_hidden=8, dropout=0.0)
@@ -41,7 +41,6 @@ def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
 
 
 # ---- The slow version ----------------------------------------------------------------------------
-
 
 def transformer(x, layers, norm_f, H, G, **places):
     """Pre-norm blocks and the final norm. Layer: (norm, qkv, proj, norm, fc, down)."""
@@ -134,7 +133,6 @@ def test_oracle(changes, T):
 
 # ---- Counts --------------------------------------------------------------------------------------
 
-
 def test_sizes_of_the_paper():
     """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95%
     in 5.2."""
@@ -176,7 +174,6 @@ def test_initial_sizes(name, std):
 
 
 # ---- Streams of chunks ---------------------------------------------------------------------------
-
 
 def texts():
     """Random UTF-8 of all planes, random ends of sentences, the cases that break tokenizers."""
@@ -231,7 +228,6 @@ def test_nothing_is_lost(kind, limit):
 
 # ---- Dropout -------------------------------------------------------------------------------------
 
-
 RISING = dict(dropout=1.0, dropout_schedule='rising')    # the rate is what is done of the run
 
 
@@ -264,33 +260,6 @@ def test_dropout_rate():
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
     assert model.dropout.eval()(x) is x
     assert not any('dropout' in name for name in model.state_dict())
-
-
-@pytest.mark.parametrize('changes', [dict(share='ffn'), dict(decoder='causal')], ids=str)
-def test_where_a_schedule_drops(changes, monkeypatch):
-    """On the embedding and both branches of the core, not on attention; at rate 0, and in
-    evaluation, nowhere."""
-    model = make(**RISING, **changes)
-    x = text(model, 2, 8)
-    seen, rates = [], set()
-    model.dropout.register_forward_hook(lambda m, args, out: seen.append((out == 0).any().item()))
-    kernel = stlm.F.scaled_dot_product_attention
-
-    def record(*args, dropout_p=0.0, **rest):
-        rates.add(dropout_p)
-        return kernel(*args, dropout_p=dropout_p, **rest)
-    monkeypatch.setattr(stlm.F, 'scaled_dot_product_attention', record)
-    exact = model.eval()(x)[0]
-    model.train().set_progress(0.5)
-    seen.clear()
-    assert not torch.equal(model(x)[0], model(x)[0])
-    assert seen == 2 * [True] * (1 + 2 * model.config.n_layer) and rates == {0.0}
-    model.set_progress(0.0)
-    assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
-    model.eval().set_progress(0.5)
-    state = torch.get_rng_state()
-    assert torch.allclose(model(x)[0], exact, rtol=0, atol=1e-12)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def same(a, b, atol=1e-9):
 
 # ---- The slow version ----------------------------------------------------------------------------
 
-
 def block(b, x, H, G):
     """{position: vector} of those who pass -> {position: f(x)}. Each sees itself and earlier
     ones."""
@@ -166,7 +165,6 @@ def test_ties_go_to_the_earlier_token():
 
 # ---- The cache -----------------------------------------------------------------------------------
 
-
 def pick(model, tokens_that_pass, strength=4.0):
     """Only these tokens pass: a channel of their embeddings says so."""
     with torch.no_grad():
@@ -193,7 +191,6 @@ def test_cache_in_pieces(sizes):
 
 
 # ---- Generation ----------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def accepted(monkeypatch):
@@ -240,7 +237,6 @@ def test_a_guess_that_is_right_up_to_rounding_stays(monkeypatch):
 
 # ---- Sampling with drafts ------------------------------------------------------------------------
 
-
 @torch.no_grad()
 def exact_texts(model, text, n, temperature, top_k):
     """{n tokens: probability} of all continuations of a text that can be."""
@@ -280,7 +276,6 @@ def test_sampled_drafts_have_the_models_distribution(accepted):
 
 
 # ---- Early exit ----------------------------------------------------------------------------------
-
 
 def test_dropped_layers_add_nothing():
     """Rows as a whole, each by itself, at LayerSkip's rates; what is kept is not scaled."""

@@ -19,7 +19,6 @@ PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
 
 # ---- Pauses --------------------------------------------------------------------------------------
 
-
 def test_pauses_follow_the_first_line():
     for base in bases():
         tokenizer = pause_tokenizer(base, 3)
@@ -59,7 +58,6 @@ def test_pauses_are_read_and_never_predicted(tmp_path):
 
 # ---- Sentences -----------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize('text, sentences', [
     ('He said "No." (Why?) So', ['He said "No."', ' (Why?)', ' So']),
     ('It is 3.5 now.\nA.b', ['It is 3.5 now.\n', 'A.b']),
@@ -70,7 +68,6 @@ def test_where_sentences_end(text, sentences):
 
 
 # ---- The scripts ---------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):

@@ -30,7 +30,6 @@ def random_text(rng, n):
 
 # ---- The BPE trainer ----------------------------------------------------------------------------
 
-
 def naive_bpe(counts, vocab_size):
     """Recounts everything before each merge."""
     vocab = [bytes([b]) for b in range(256)]
@@ -125,7 +124,6 @@ def test_pattern_is_gpt2s():
 
 # ---- The kinds ----------------------------------------------------------------------------------
 
-
 def test_ranks_file(tmp_path):
     """Whose bytes are not in order, as GPT-2's are not."""
     vocab = train_bpe(Counter(PATTERN.findall(TEXT * 5)), 300)
@@ -197,7 +195,6 @@ def test_bytes_and_hashes():
 
 
 # ---- Their files --------------------------------------------------------------------------------
-
 
 def test_run_folder_stands_alone(tmp_path):
     corpus = [('train', text) for text in TEXT.split()] * 9

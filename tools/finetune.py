@@ -82,7 +82,7 @@ class Classifier(nn.Module):
         return self.out(states[rows, last]).float()      # (B, n_out)
 
 
-def fit(base, task, train, valid, seed, args, machine, bar):
+def fit(base, task, train, valid, seed, args, machine):
     """Train a copy of `base` -> its scores at the best epoch, and how it got there."""
     began = time.perf_counter()
     torch.manual_seed(seed)
@@ -104,20 +104,17 @@ def fit(base, task, train, valid, seed, args, machine, bar):
     step = CUDAGraphStep(train_step, machine)
     steps_per_epoch = math.ceil(len(train.lengths) / args.batch_size)
     history = []
-    for epoch in range(args.epochs):
+    for epoch in tqdm(range(args.epochs), f'seed {seed}', unit='epoch', disable=None, leave=False):
         classifier.train()
         batches = train.batches(train.shuffled(seed, epoch, args.batch_size), args.batch_size)
         for it, (rows, ids, last) in enumerate(batches, start=epoch * steps_per_epoch):
             set_rate(optimizer, learning_rate(it, s, steps_per_epoch * args.epochs))
             step(ids, last, train.labels[rows])
-            bar.update()
         predictions = predict(classifier, valid, machine)
         history.append(score_predictions(predictions, valid.labels.cpu(), task))
         values = [scores[task.metrics[0]] for scores in history]
         best = int(np.argmax(values))                    # the first of equals; 100% ends the run
-        bar.set_postfix_str(f'seed {seed}, epoch {epoch + 1}: {values[-1]:.2f}')
         if epoch - best >= args.patience or values[best] == 100:
-            bar.update(steps_per_epoch * (args.epochs - epoch - 1))
             break
     step.graphs.clear()                                  # the next run records its own
     trained = sum(p.numel() for p in classifier.parameters() if p.requires_grad)
@@ -148,16 +145,18 @@ def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     limit = min(args.length, base.config.block_size // len(tokenizer.end))
     train = Examples(*train_set, tokenizer, limit, machine.device)
     valid = Examples(*valid_set, tokenizer, limit, machine.device)
-    total = len(seeds) * args.epochs * math.ceil(len(train.lengths) / args.batch_size)
-    with tqdm(total=total, desc=name, unit='step', disable=None, leave=False) as bar:
-        runs = [fit(base, task, train, valid, seed, args, machine, bar) for seed in seeds]
-    scores = {metric: [run['scores'][metric] for run in runs] for metric in task.metrics}
-    mean = {metric: statistics.fmean(values) for metric, values in scores.items()}
-    spread = {metric: statistics.stdev(v) if len(v) > 1 else None for metric, v in scores.items()}
+    runs = [fit(base, task, train, valid, seed, args, machine) for seed in seeds]
+    mean, spread = {}, {}
+    for metric in task.metrics:
+        values = [run['scores'][metric] for run in runs]
+        mean[metric] = statistics.fmean(values)
+        spread[metric] = statistics.stdev(values) if len(values) > 1 else None
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
                 majority=majority(train_set[1], valid_set[1], task),
                 mean=mean, spread=spread, runs=runs)
 
+
+# ---- Metrics ------------------------------------------------------------------------------------
 
 def pearson(p, y):
     p = np.asarray(p, float) - np.mean(p)
@@ -191,70 +190,49 @@ def majority(train_labels, labels, task):
     return score_predictions([statistics.mode(train_labels)] * len(labels), labels, task)
 
 
-def averages(results):
-    """As in PaPaformer's Table 7: the mean of each suite's tasks."""
-    means = {}
-    for suite in ('GLUE', 'SuperGLUE'):
-        members = [name for name, task in TASKS.items() if task.suite == suite]
-        scores = [r['mean'][TASKS[r['task']].metrics[0]] for r in results if r['task'] in members]
-        if scores:
-            means[suite] = dict(mean=statistics.fmean(scores), tasks=len(scores), of=len(members))
-    return means
-
-
 # ---- Files -> texts and labels -> batches -------------------------------------------------------
 
-def find_task_files(folder):
-    """{task: {'train': files, 'valid': files}} of what a folder holds."""
-    tasks = {}
-    for path in sorted([*folder.glob('[!.]*.*'), *folder.glob('*/[!.]*.*')]):
-        names = [path.name.split('.')[0], path.parent.name]
-        names = [re.sub('[^a-z0-9]', '', name.lower()) for name in names]        # SST-2 -> sst2
-        task = next((name for name in names if name in TASKS), None)
-        split = re.search('train|valid|val|dev(?!_ids)', path.stem)      # not MRPC/dev_ids.tsv
-        if task and split and path.suffix in ('.jsonl', '.tsv') and 'mismatched' not in path.stem:
-            files = tasks.setdefault(task, dict(train=[], valid=[]))
-            files['train' if split[0] == 'train' else 'valid'].append(path)
-    return tasks
+def find_files(folder, name):
+    """{'train': files, 'valid': files} of a task, by their names without signs: sst2/dev.tsv"""
+    files = dict(train=[], valid=[])
+    for path in sorted([*folder.glob('*'), *folder.glob('*/*')]):
+        plain = re.sub('[^a-z0-9/.]', '', path.relative_to(folder).as_posix().lower())
+        match = re.fullmatch(rf'{name}[./](train|valid|val|dev|devmatched)\.(jsonl|tsv)', plain)
+        if match:
+            files['train' if match[1] == 'train' else 'valid'].append(path)
+    return files
 
 
 def choose_tasks(wanted, folder):
-    """{task: its files}. A task without its files is an error, or left out if 'all' are wanted."""
-    tasks = find_task_files(folder)
-    names = [name for name in TASKS if name in tasks] if wanted == 'all' else wanted.split(',')
-    if not names:
-        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
-                        'rte.valid.jsonl')
-    chosen = {}
-    for name in names:
+    """{task: its files}. 'all' are those of which the folder has a file."""
+    tasks = {}
+    for name in TASKS if wanted == 'all' else wanted.split(','):
         if name not in TASKS:
             raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
-        files = tasks.get(name, dict(train=[], valid=[]))
+        files = find_files(folder, name)
         missing = ' and no '.join(split for split, paths in files.items() if not paths)
-        if not missing:
-            chosen[name] = files
-        elif wanted == 'all':
-            print(f'{name} is left out: {folder} holds no {missing} file of it')
-        else:
+        if wanted == 'all' and not any(files.values()):
+            continue
+        if missing:
             raise UserError(f'{folder} holds no {missing} file of {name}; see --help')
-    return chosen
+        tasks[name] = files
+    if not tasks:
+        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
+                        'rte.valid.jsonl')
+    return tasks
 
 
 def read_table(path, name):
     """{column: value} of each row of a .tsv or .jsonl file."""
-    columns = ['source', 'label', 'mark', 'sentence']            # CoLA's authors wrote no header
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        values = line.rstrip('\r\n').split('\t')
-        if path.suffix == '.jsonl':
-            row = json.loads(line)
-        elif number == 1 and (name != 'cola' or 'sentence' in values):
-            columns = values
-            continue
-        else:
-            row = dict(zip(columns, values))
-        yield {RENAMED.get(column, column): value for column, value in row.items()}
+    lines = [line.rstrip('\r\n') for _, line in read_lines(path) if line.strip()]
+    if path.suffix == '.jsonl':
+        rows = map(json.loads, lines)
+    else:
+        columns, *values = [line.split('\t') for line in lines]
+        if name == 'cola' and 'sentence' not in columns:         # its authors wrote no header
+            columns, values = ['source', 'label', 'mark', 'sentence'], [columns, *values]
+        rows = [dict(zip(columns, row)) for row in values]
+    return [{RENAMED.get(column, column): value for column, value in row.items()} for row in rows]
 
 
 def read_label(value, task):
@@ -312,18 +290,15 @@ class Examples:
         self.last = torch.from_numpy(self.lengths - 1).to(device)
         self.labels = torch.tensor(labels, device=device)
 
-    def batch(self, rows, longest):
-        """-> ids (B, T), and the place of each row's last real token (B,)"""
-        step = 8 * self.slots                            # few widths: few CUDA graphs
-        width = math.ceil(longest / step) * step
-        return self.ids[rows, :width].long(), self.last[rows]
-
     def batches(self, order, size):
-        """(rows on the device, ids, last) of the examples in that order."""
+        """(rows on the device, ids (B, T), place of the last real token (B,)), in that order."""
         rows = torch.from_numpy(order).to(self.ids.device)
+        step = 8 * self.slots                            # few widths: few CUDA graphs
         for i in range(0, len(order), size):
             longest = self.lengths[order[i:i + size]].max()
-            yield rows[i:i + size], *self.batch(rows[i:i + size], longest)
+            width = math.ceil(longest / step) * step
+            batch = rows[i:i + size]
+            yield batch, self.ids[batch, :width].long(), self.last[batch]
 
     def shuffled(self, seed, epoch, size):
         """A new order, with similar lengths in a batch: sorted in pools of 16 batches."""
@@ -342,12 +317,10 @@ class Examples:
 def show(task, train, valid, majority, mean, spread, runs, **_):
     epoch = statistics.fmean(run['best_epoch'] for run in runs)
     minutes = sum(run['seconds'] for run in runs) / 60
-    rest = f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}'
     for metric in mean:
         std = '-' if len(runs) == 1 else f'{spread[metric]:.2f}'
-        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}{rest}',
-              flush=True)
-        task = rest = ''                                 # its other metrics stand below
+        print(f'{task:10}{metric:11}{mean[metric]:8.2f}{std:>7}{majority[metric]:10.2f}'
+              f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}', flush=True)
 
 
 def read_arguments():
@@ -378,10 +351,8 @@ def main():
     machine = Machine(args.device)
     if args.data == Path('data/toy_glue'):
         make_missing_toys([args.data.name], args.data.parent)
-    sets = {}                                            # by task; all are read before any work
-    for name, files in choose_tasks(args.task, args.data).items():
-        valid_set = read_examples(files['valid'], name)
-        sets[name] = read_examples(files['train'], name), valid_set
+    sets = {name: [read_examples(files[split], name) for split in ('train', 'valid')]
+            for name, files in choose_tasks(args.task, args.data).items()}
     model, ckpt = load_checkpoint(args.run, machine.device)
     if hasattr(model, 'adapted'):
         model = merge_lora(model)
@@ -394,12 +365,15 @@ def main():
     for name, (train_set, valid_set) in sets.items():
         results.append(run_task(name, train_set, valid_set, model, tokenizer, args, machine))
         show(**results[-1])
-        means = averages(results)
         if args.json:                                    # after every task: nothing done is lost
-            write_json(args.json, dict(settings=vars(args), model=ckpt['model'], averages=means,
-                                       tasks=results))
-    for suite, value in means.items():
-        print(f"{suite:21}{value['mean']:8.2f}   {value['tasks']} of its {value['of']} tasks")
+            write_json(args.json, dict(settings=vars(args), model=ckpt['model'], tasks=results))
+    for suite in ('GLUE', 'SuperGLUE'):                  # as in PaPaformer's Table 7
+        members = [name for name, task in TASKS.items() if task.suite == suite]
+        scores = [result['mean'][TASKS[result['task']].metrics[0]] for result in results
+                  if result['task'] in members]
+        if scores:
+            print(f'{suite:21}{statistics.fmean(scores):8.2f}   '
+                  f'{len(scores)} of its {len(members)} tasks')
 
 
 if __name__ == '__main__':

@@ -31,14 +31,9 @@ epoch_words = 10e6              # "each epoch stopped after approximately 10M wo
 epochs = 10
 batch_size = 16
 learning_rate = 3e-4
-min_lr = 0.0                    # not given in the paper
-schedule = 'cosine'
 warmup_iters = 800
-weight_decay = 0.1
-beta1 = 0.9
-beta2 = 0.95
-eps = 1e-8
-grad_clip = 1.0                 # not given in the paper
+# The paper's cosine, weight decay, betas and eps are train.py's defaults. It gives no min_lr and
+# no grad_clip.
 eval_interval = 2000
 save_interval = 2000
 checkpoint_words = [1e6, 2e6, 3e6, 4e6, 5e6, 6e6, 7e6, 8e6, 9e6, 10e6,

@@ -20,7 +20,6 @@ epochs = 4
 batch_size = 32
 learning_rate = 1e-3
 min_lr = 1e-4
-schedule = 'cosine'
 warmup_iters = 400
 weight_decay = 0.01
 eval_interval = 1000

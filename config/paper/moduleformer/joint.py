@@ -23,7 +23,6 @@ init_from = 'out/paper/moduleformer/inserted_full'
 data = 'openmath_and_babylm'
 eval_data = 'babylm,openmath_babylm'
 
-epochs = 1
 batch_size = 32
 learning_rate = 5e-4            # the same for every method
 schedule = 'constant'           # as in the paper

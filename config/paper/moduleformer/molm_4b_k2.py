@@ -32,6 +32,4 @@ learning_rate = 3e-4
 min_lr = 3e-5
 warmup_iters = 954              # 3B tokens
 warmup_lr = 3e-5
-schedule = 'cosine'
 weight_decay = 0.01
-grad_clip = 1.0

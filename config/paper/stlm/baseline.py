@@ -27,10 +27,7 @@ ffn_hidden = 1536
 dropout = 0.1
 
 epochs = 2                      # 18M tokens; the paper: 25,000 steps of 480 rows
-batch_size = 24
-gradient_accumulation_steps = 1 # the paper: 20
+batch_size = 24                 # the paper accumulates 20 of them per step
 learning_rate = 6e-4
 min_lr = 6e-5                   # not given in the paper
-schedule = 'cosine'
 warmup_iters = 100              # the paper: 5,000
-weight_decay = 0.1

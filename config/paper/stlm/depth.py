@@ -7,22 +7,12 @@
 model = 'stlm_depth'
 data = 'simplewiki'
 
-block_size = 512
-n_layer = 10
-n_head = 16
-n_kv_head = 4                   # not given in the paper; gives 55.9M parameters (the paper: 50M)
-n_embd = 512
-ffn_hidden = 1536
-dropout = 0.1
+# The sizes are the defaults, those of baseline.py.
 capacity = 0.125                # Raposo et al.
-route_every = 2
 aux_weights = dict(forecast=0.01)  # trains only the forecasts
 
 epochs = 2                      # 18M tokens; the paper: 25,000 steps of 480 rows
-batch_size = 24
-gradient_accumulation_steps = 1 # the paper: 20
+batch_size = 24                 # the paper accumulates 20 of them per step
 learning_rate = 6e-4
 min_lr = 6e-5                   # not given in the paper
-schedule = 'cosine'
 warmup_iters = 100              # the paper: 5,000
-weight_decay = 0.1

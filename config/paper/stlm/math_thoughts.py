@@ -24,6 +24,4 @@ epochs = 8                      # of 185,000 sentences
 batch_size = 24
 learning_rate = 1e-3
 min_lr = 1e-4
-schedule = 'cosine'
 warmup_iters = 100
-weight_decay = 0.1

@@ -24,16 +24,10 @@ n_embd = 256
 n_parallel = 0
 
 epochs = 6                      # over 3M tokens per set; the paper: 2, over far more
-batch_size = 32
-gradient_accumulation_steps = 1 # the paper: 8
+batch_size = 32                 # the paper accumulates 8 of them per step
 learning_rate = 5e-4
-min_lr = 0.0                    # not given in the paper
-schedule = 'cosine'
-warmup_iters = 0                # not given in the paper
-weight_decay = 0.1
-beta1 = 0.9
-beta2 = 0.95
 eps = 1e-5
-grad_clip = 1.0                 # not given in the paper
+# The paper's cosine, weight decay and betas are train.py's defaults. It gives no min_lr, no
+# warm-up and no grad_clip.
 eval_interval = 1000
 save_interval = 1000

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 import moduleformer
 import moep
 import stlm
+import test_papaformer as papaformers
 from moduleformer import count_usage, prune_experts
-from papers import depth, eval_length, exact_answer, passes
+from oracles import tokens
+from papers import depth, eval_length, exact_answer, passes, path_usage
 from papers.exact_answer import complete, last_number, read_problems
 from plumbing.bins import load_bin, val_batches
 from plumbing.checkpoint import data_folders, load_checkpoint
@@ -149,7 +151,26 @@ def test_exact_answers():
     assert Parrot.seen[0] == [tokenizer.eot, *b'a\n']
 
 
-# ---- path_usage; the analysis itself is tested in test_papaformer.py ----------------------------
+# ---- path_usage ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('changes', [
+    dict(connection='gumbel1'), dict(connection='gumbel2'), dict(n_parallel=3),
+    dict(papaformers.UNEQUAL, n_parallel=3)], ids=str)
+def test_path_usage(changes):
+    """Of the last token. Gumbel: its choice. Share: the path whose output is most similar to what
+    the next layer reads, in all layers except the last."""
+    model, x = papaformers.make(**changes).eval(), tokens(9, 4)
+    _, _, weights, outputs = papaformers.oracle(model, x)
+    want = [[row[-1].tolist().index(1) for row in layer] for layer in weights.values()]
+    for n in range(len(model.parallel) - 1) if not weights else ():
+        layer = []
+        for f, reads in outputs[n]:                      # of each path, for the last token of a row
+            cosines = [a @ b / torch.sqrt((a @ a) * (b @ b)) for a, b in zip(f, reads)]
+            layer.append(cosines.index(max(cosines)))
+        want.append(layer)
+    assert len({*sum(want, [])}) > 1
+    assert torch.equal(path_usage.path_usage(model, x), torch.tensor(want).T)
+    assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
@@ -172,7 +193,6 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
 
 
 # ---- prune_curve --------------------------------------------------------------------------------
-
 
 def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
     """Counted on one half of val.bin, scored on the other"""
@@ -197,7 +217,6 @@ def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
 
 
 # ---- eval_length --------------------------------------------------------------------------------
-
 
 def tiny_moduleformer():
     torch.manual_seed(0)
@@ -284,5 +303,5 @@ def test_all_drafts_are_kept():
     for layer in model.layers[1:]:
         layer.proj.weight.data.zero_()
         layer.down.weight.data.zero_()
-    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3, Machine('cpu'))
+    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3)
     assert texts.shape == (2, 14) and kept == 1

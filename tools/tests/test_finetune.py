@@ -16,11 +16,10 @@ from plumbing.settings import Settings
 from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 from tools import finetune
 from tools.finetune import (
-    METRICS, TASKS, Classifier, Examples, encode, find_task_files, majority, predict,
-    read_examples, shorten)
+    METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples,
+    shorten)
 
 CPU = torch.device('cpu')
-BAR = SimpleNamespace(update=lambda n=1: None, set_postfix_str=lambda text: None)
 
 
 def make(name, **changes):
@@ -112,15 +111,11 @@ def test_padding_changes_nothing(name):
     alone = classifier.out(torch.cat(states))
     assert (alone[:-1] - alone[1:]).abs().max() > 1e-2
 
-    def check(ids, last, rows):
-        out = classifier(ids, last).double()
-        torch.testing.assert_close(out, alone[rows], rtol=1e-5, atol=1e-6)
-    rows = torch.tensor([3, 0, 2, 1, 4])
-    ids, last = data.batch(rows, int(data.lengths.max()))
-    assert last.tolist() == [len(encoded[i]) - 1 for i in rows]
-    assert ids.size(1) > data.lengths.min()
-    check(ids, last, rows)
-    check(*data.batch(rows[:1], 16 * data.slots), rows[:1])      # whatever the batch
+    for size in (5, 2):                                  # whatever the batch
+        for rows, ids, last in data.batches(np.array([3, 0, 2, 1, 4]), size):
+            assert last.tolist() == [len(encoded[i]) - 1 for i in rows]
+            torch.testing.assert_close(classifier(ids, last).double(), alone[rows], rtol=1e-5,
+                                       atol=1e-6)
     predictions = predict(classifier, data, Machine('cpu'))      # in the examples' own order
     assert predictions.tolist() == alone.argmax(1).tolist()
 
@@ -156,7 +151,7 @@ def test_formats(name, file, content, texts, label, tmp_path):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode())
-    assert read_examples(find_task_files(tmp_path)[name]['valid'], name) == ([texts], [label])
+    assert read_examples(find_files(tmp_path, name)['valid'], name) == ([texts], [label])
 
 
 @pytest.fixture(scope='module')
@@ -217,7 +212,7 @@ def test_steps_by_hand(monkeypatch, task):
     monkeypatch.setattr(finetune, 'Classifier', classifier)
     monkeypatch.setattr(finetune, 'score_predictions', lambda *_: {TASKS[task].metrics[0]: 50})
     args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=2, patience=9, batch_size=2)
-    finetune.fit(base.eval(), TASKS[task], data, data, 3, args, Machine('cpu'), BAR)
+    finetune.fit(base.eval(), TASKS[task], data, data, 3, args, Machine('cpu'))
 
     torch.manual_seed(3)
     expected = Classifier(copy.deepcopy(base), 2 if task == 'rte' else 1)
@@ -257,6 +252,6 @@ def test_patience(monkeypatch, values, epochs, best):
     scores = iter(values)
     monkeypatch.setattr(finetune, 'score_predictions', lambda *_: {'accuracy': next(scores)})
     args = SimpleNamespace(full=True, learning_rate=1e-2, epochs=9, patience=3, batch_size=2)
-    result = finetune.fit(model, TASKS['rte'], data, data, 3, args, Machine('cpu'), BAR)
+    result = finetune.fit(model, TASKS['rte'], data, data, 3, args, Machine('cpu'))
     assert (result['epochs'], result['best_epoch']) == (epochs, best)
     assert result['scores']['accuracy'] == values[best - 1]

@@ -1,0 +1,54 @@
+"""The heart alone, in an empty folder: without tools, arena, papers, lab and docs it trains,
+samples, scores, and its own tests pass."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+FOLDERS = ['config', 'plumbing', 'tests']
+FILES = ['README.md', 'pyproject.toml', 'requirements.txt']
+# Tests that need a room and have not moved into it yet
+OF_ROOMS = [f'test_{name}.py' for name in (
+    'arena', 'arena_routers', 'bench', 'compare', 'dense', 'explore', 'export_hf', 'gpu',
+    'import_hf', 'live', 'muon', 'results', 'rows', 'tour')]
+
+
+@pytest.fixture(scope='module')
+def heart(data_dir, tmp_path_factory):
+    """heart('train.py', ...) runs a script of the copy -> what it prints"""
+    home = tmp_path_factory.mktemp('heart')
+    for name in FOLDERS:
+        skip = shutil.ignore_patterns('__pycache__', *OF_ROOMS)
+        shutil.copytree(ROOT / name, home / name, ignore=skip)
+    for path in [*ROOT.glob('*.py'), *(ROOT / name for name in FILES)]:
+        shutil.copy(path, home)
+    (home / 'data').symlink_to(data_dir)
+    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    env.pop('PYTHONPATH', None)                          # or it would find the rooms
+
+    def run(*words):
+        done = subprocess.run([sys.executable, *words], cwd=home, env=env, text=True,
+                              capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+    return run
+
+
+@pytest.mark.slow
+def test_it_trains_samples_and_scores(heart):
+    assert 'saved' in heart('train.py', 'config/moep.py', '--max_iters=5', '--eval_tokens=256')
+    assert heart('sample.py', 'out/moep', '--prompt=The girl', '--max_new_tokens=5')
+    assert '3,400 pairs' in heart('eval_blimp.py', 'out/moep')
+
+
+@pytest.mark.slow
+def test_its_tests_are_its_own(heart):
+    """None needs a room to be read; some, that take seconds, are run."""
+    assert 'tests collected' in heart('-m', 'pytest', '-q', '--collect-only')
+    heart('-m', 'pytest', '-q', '-m', 'not slow', 'tests/test_moep.py', 'tests/test_settings.py',
+          'tests/test_style.py', 'tests/test_cli.py', 'tests/test_toy.py')
