@@ -465,21 +465,31 @@ def passes():
         yield join(f'{number:.3g}', f'{dense:.4f}', *cells)
 
 
+def after_equal_time():
+    """(the text, the rows of a dense and of a routed model): papers.passes --minutes. Rows of fewer
+    tokens are trials; those of more, a longer run of the dense model."""
+    runs = [row for row in read('minutes') if 30e6 < row['tokens'] < 70e6]
+    for size, rows in group(runs, 'size').items():
+        models = group(rows, 'entry')
+        yield size, models['dense'], models['third']
+
+
+def gap_after_equal_time(dense, routed):
+    """What the routed model is better by, half of the 95% interval, p."""
+    bits = [[row['bits_per_byte'] for row in rows] for rows in (dense, routed)]
+    return (statistics.mean(bits[0]) - statistics.mean(bits[1]), welch.interval(*bits),
+            welch.welch(*bits))
+
+
 def minutes():
-    """A dense and a routed model after equal time: papers.passes --minutes"""
     yield 'text | tokens of it | passes: dense, routed | dense | routed | dense minus routed | p'
-    runs = [row for row in read('minutes') if row['tokens'] > 30e6]
-    for rows in group(runs, 'size').values():
-        dense, routed = ({row['seed']: row for row in rows
-                          if row['entry'] == entry and row['tokens'] < 70e6}
-                         for entry in ('dense', 'third'))
-        bits = [[row['bits_per_byte'] for row in model.values()] for model in (dense, routed)]
-        gap = statistics.mean(bits[0]) - statistics.mean(bits[1])
-        n = rows[0]['tokens'] / rows[0]['passes'] / 1e6
-        yield join('Python files' if rows[0]['size'] == 'python' else 'prose', f'{n:.3g}M',
-                   f"{dense[1]['passes']:.2f}, {routed[1]['passes']:.2f}",
-                   *(spread(values, 4) for values in bits),
-                   f'{gap:+.4f} ± {welch.interval(*bits):.4f}', f'{welch.welch(*bits):.2g}')
+    for size, dense, routed in after_equal_time():
+        gap, reach, p = gap_after_equal_time(dense, routed)
+        yield join('Python files' if size == 'python' else 'prose',
+                   f"{routed[0]['tokens'] / routed[0]['passes'] / 1e6:.3g}M",
+                   f"{dense[0]['passes']:.2f}, {routed[0]['passes']:.2f}",
+                   *(spread([row['bits_per_byte'] for row in rows], 4) for rows in (dense, routed)),
+                   f'{gap:+.4f} ± {reach:.4f}', f'{p:.2g}')
 
 
 # ---- Pages --------------------------------------------------------------------------------------
