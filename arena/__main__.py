@@ -3,6 +3,7 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
     python -m arena mine moep                               # race, and test one against the other
     python -m arena mine --sweep learning_rate=2e-3,4e-3    # a short run for each value
+    python -m arena mine --minutes                          # race for equal time, on a quiet machine
     python -m arena mine --track baby                       # BabyLM-style text: one GPU
     python -m arena                                         # every entry
     python -m arena --table                                 # run nothing
@@ -26,12 +27,15 @@ from pathlib import Path
 import torch
 
 from arena.entries import ENTRIES
-from arena.leaderboard import MODES, PUBLISHED, TRACKS, classes, read_rows, show, show_sweep
+from arena.leaderboard import (BUDGETS, DENSE_OF_MINUTES, MODES, PUBLISHED, TRACKS, classes,
+                               read_rows, show, show_minutes, show_sweep)
 from plumbing.cli import Parser, UserError, numbers, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
 from plumbing.log import read_log
+from plumbing.machine import Machine
 from prepare import make_missing_toys
+from tools import bench
 from tools.flops import training_flops
 
 
@@ -284,12 +288,63 @@ def make_missing(entries, wanted, swept, file, folders, track):
     return failures, missing
 
 
+# ---- The class of minutes -----------------------------------------------------------------------
+
+def race_minutes(entries, seeds, folders, track):
+    """Each entry takes as many steps as fit into the time of the dense one's. Rows have their
+    relative time, measured when the entry's first row is made. The dense entry also runs for
+    shorter and longer: how long must it train for an entry's loss?"""
+    file = f'arena_{track}_minutes.jsonl'
+    need_data(track)
+    dense = find_entries([DENSE_OF_MINUTES], track)
+    for name, stages in (dense | entries).items():
+        if len(stages) > 1:
+            raise UserError(f'{name} has several stages: its time is not compared')
+        stage, identity = stages[0], identify(stages)
+        rows = [row for row in read_rows(file, folders) if row['entry'] == name]
+        if any(has_changed(row, identity) for row in rows):
+            raise UserError(f'{name} has changed since it ran: rename it, or delete its rows in '
+                            f'{file}')
+        time = rows[0]['time'] if rows else relative_time(stage, dense[DENSE_OF_MINUTES][0], track)
+        for budget in BUDGETS if name == DENSE_OF_MINUTES else [1]:
+            for seed in seeds if budget == 1 else seeds[:1]:
+                if (budget, seed) in [(row['budget'], row['seed']) for row in rows]:
+                    continue
+                folder = f'out/arena/{track}/minutes/{name}_{budget}_{seed}'
+                call('train.py', *options(scale_steps(stage, budget / time)), f'--seed={seed}',
+                     f'--out_dir={folder}', '--sample_tokens=0', '--resume')
+                row = dict(entry=name, seed=seed, budget=budget, time=time)
+                folders[-1].mkdir(parents=True, exist_ok=True)
+                with open(folders[-1] / file, 'a', encoding='utf-8') as rows_file:
+                    rows_file.write(json.dumps(row | identity | measure(folder)) + '\n')
+
+
+def scale_steps(stage, factor):
+    if 'max_iters' in stage:
+        return stage | dict(max_iters=round(stage['max_iters'] * factor))
+    return stage | dict(epochs=stage['epochs'] * factor)
+
+
+def relative_time(stage, dense, track, repeat=5):
+    """The time of a training step, relative to the dense entry's; the best of several, in turn."""
+    machine = Machine()
+    times = []
+    for one in [dense, stage] * repeat if stage != dense else []:
+        s, module, keys = read_settings(options(one))
+        torch.manual_seed(s.seed)
+        config = make_config(module, dict(vocab_size=TRACKS[track]['vocab_size']) | keys)
+        model = module.Model(config).to(machine.device)
+        times.append(bench.training(model, s, s.seq_len or config.block_size, machine)['ms'])
+    return round(min(times[1::2]) / min(times[::2]), 3) if times else 1.0
+
+
 def main():
     parser = Parser(__doc__)
     parser.add_argument('entries', nargs='*', help='names in arena/entries.py; none: all of them')
     parser.add_argument('--track', choices=TRACKS, default='toy', help='which race')
     parser.add_argument('--seeds', type=numbers, default='1,2,3', help='a run for each')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='a third of a run for each value')
+    parser.add_argument('--minutes', action='store_true', help='equal time, not equal tokens')
     parser.add_argument('--table', action='store_true', help='run nothing')
     parser.add_argument('--results', type=Path, help='where rows are read and written; without it '
                         'they go to out/arena, and ours in papers/results count, too')
@@ -298,6 +353,9 @@ def main():
     if args.table:
         return show(args.track, folders, args.entries)
     entries = find_entries(args.entries, args.track)
+    if args.minutes:
+        race_minutes(entries, args.seeds, folders, args.track)
+        return show_minutes(args.track, folders)
     if args.sweep:
         key, wanted = list_sweep(entries, args.sweep)
         file = f'arena_{args.track}_sweeps.jsonl'

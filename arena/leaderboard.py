@@ -21,6 +21,8 @@ TRACKS = dict(                           # FLOPs: of training; within: how far f
               parameters=28e6, flops_per_token=180e6, within=0.05))
 CLASSES = dict(parameters='Equal parameters', flops_per_token='Equal FLOPs per token')
 DENSE = ('dense', 'dense_muon', 'gpt2')  # the best of these is the dense entry of a class
+DENSE_OF_MINUTES = 'dense_muon'
+BUDGETS = (0.5, 1, 1.5, 2)               # of the dense entry, in its usual steps
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
 IN_TERMINAL = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `harness`',
                'against the dense entry')                # these columns of a table
@@ -97,15 +99,54 @@ def show(track, folders, named=()):
         for row in (header, *rows):
             mark = '> ' if row[0] in named else '  '
             lines.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
-        widths = [max(map(len, column)) for column in zip(*lines)]
         print(f'\n{title}')
-        for line in lines:
-            print('  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+        print_columns(lines)
     entries = read_results(track, folders)
     if len(named) == 2 and entries.keys() >= {*named}:
         a, b = ([row['bits_per_byte'] for row in entries[name].values()] for name in named)
         print(f"\n{' against '.join(named)}: {spread(a, 4)} and {spread(b, 4)} bits per byte, "
               f'{verdict(a, b)}')
+
+
+def minutes_table(track, folders):
+    """The cells of the class of minutes: the header, then its entries, the best first."""
+    yield ['entry', 'time of a step', 'tokens, M', 'bits per byte', 'effective speedup',
+           'against the dense entry']
+    rows = read_rows(f'arena_{track}_minutes.jsonl', folders)
+    dense = {budget: statistics.mean(row['bits_per_byte'] for row in rows
+                                     if (row['entry'], row['budget']) == (DENSE_OF_MINUTES, budget))
+             for budget in BUDGETS}
+    entries = {}
+    for row in rows:
+        if row['budget'] == 1:
+            entries.setdefault(row['entry'], []).append(row)
+    bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
+    for name in sorted(entries, key=lambda name: statistics.mean(bits[name])):
+        against = 'the dense entry'
+        if name != DENSE_OF_MINUTES:
+            against = verdict(bits[name], bits[DENSE_OF_MINUTES])
+        yield [name, f"{entries[name][0]['time']:.2f}", f"{entries[name][0]['tokens'] / 1e6:.2f}",
+               spread(bits[name], 4), effective_speedup(statistics.mean(bits[name]), dense), against]
+
+
+def effective_speedup(bits, dense):
+    """How many times as long the dense entry must train for this loss. Its loss between two budgets
+    is a line over the logarithm of time."""
+    curve = sorted(dense.items())
+    for (short, high), (long, low) in zip(curve, curve[1:]):
+        if low <= bits <= high:
+            return f'{short * (long / short) ** ((high - bits) / (high - low)):.2f}'
+    return f'over {curve[-1][0]}' if bits < curve[-1][1] else f'below {curve[0][0]}'
+
+
+def show_minutes(track, folders):
+    print_columns(list(minutes_table(track, folders)))
+
+
+def print_columns(lines):
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print('  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
 def show_sweep(name, key, track, folders):
