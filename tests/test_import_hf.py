@@ -1,4 +1,4 @@
-"""tools/import_hf.py: models of transformers compute the same here, and train on."""
+"""tools/import_hf.py: models of transformers compute the same here, train on, and go back."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from safetensors.torch import save_file                  # noqa: E402
 from tools import export_hf                              # noqa: E402
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64, vocab_size=300, rms_norm_eps=1e-5)
+             num_key_value_heads=2, max_position_embeddings=150, vocab_size=300, rms_norm_eps=1e-5)
 LLAMA = dict(vocab_size=30, n_layer=2, n_head=2, n_kv_head=1, n_embd=16)
 
 
@@ -37,25 +37,27 @@ def byte_data(tmp_path_factory):
 
 # ---- The same logits -----------------------------------------------------------------------------
 
-TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
-MODELS = {                                               # class: settings, precision, shards, model
-    'gpt2': ('GPT2', TIED, 'float32', False, None),
-    'gpt2 untied': ('GPT2', UNTIED, 'bfloat16', True, None),
-    'llama': ('Llama', dict(UNTIED, rope_parameters=dict(rope_type='default', rope_theta=5e5)),
-              'bfloat16', True, None),
-    'llama tied': ('Llama', dict(TIED, num_key_value_heads=1), 'float16', False, None),
-    'papaformer': ('Llama', TIED, 'float32', True, 'papaformer'),
-    'mistral': ('Mistral', dict(UNTIED, sliding_window=7, head_dim=6), 'float16', True, None),
-    'mixtral': ('Mixtral', dict(UNTIED, num_local_experts=4, num_experts_per_tok=2,
-                                sliding_window=9), 'bfloat16', False, None),
-    'mixtral tied': ('Mixtral', dict(TIED, num_local_experts=3), 'float32', False, None)}
+LLAMA3 = dict(rope_type='llama3', rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=40)
+MOE = dict(num_experts=5, num_experts_per_tok=2)
+FAMILIES = {                                             # class of transformers, settings
+    'gpt2': ('GPT2', {}),
+    'llama': ('Llama', dict(rope_parameters=dict(rope_type='default', rope_theta=5e5))),
+    'llama 3.1': ('Llama', dict(rope_parameters=LLAMA3, num_key_value_heads=1)),
+    'mistral': ('Mistral', dict(sliding_window=7, head_dim=6)),
+    'qwen2': ('Qwen2', dict(sliding_window=9)),          # which it does not use
+    'qwen3': ('Qwen3', dict(head_dim=6)),
+    'mixtral': ('Mixtral', dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=9)),
+    'qwen3 moe': ('Qwen3Moe', dict(MOE, head_dim=6, moe_intermediate_size=24)),
+    'qwen3 moe, normed': ('Qwen3Moe', dict(MOE, norm_topk_prob=True, moe_intermediate_size=24)),
+    'olmoe': ('Olmoe', MOE)}
 
 
 def save_random(folder, kind='Llama', dtype='bfloat16', shards=True, **changes):
-    """A random model of transformers, as it saves it -> its class."""
+    """A random model of transformers, as it saves it -> itself, in float32."""
     sizes = SIZES
     if kind == 'GPT2':
-        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=300)
+        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=150, vocab_size=300)
     torch.manual_seed(0)
     config = getattr(transformers, f'{kind}Config')(**{**sizes, **changes})
     cls = getattr(transformers, {'GPT2': 'GPT2LMHeadModel'}.get(kind, f'{kind}ForCausalLM'))
@@ -65,25 +67,37 @@ def save_random(folder, kind='Llama', dtype='bfloat16', shards=True, **changes):
     model.to(getattr(torch, dtype)).save_pretrained(
         folder, max_shard_size='20KB' if shards else '1GB')
     assert (len([*folder.glob('*.safetensors')]) > 1) == shards
-    return cls
+    return cls.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', MODELS)
-def test_same_as_transformers(name, run, byte_data, tmp_path):
-    """Logits, greedy text, precision. (The way back: tests/test_export_hf.py.)"""
-    kind, changes, dtype, shards, model = MODELS[name]
-    cls = save_random(tmp_path / 'hf', kind, dtype, shards, **changes)
+@pytest.mark.parametrize('tied, dtype, shards', [
+    (True, 'float32', False), (False, 'bfloat16', True),
+    pytest.param(True, 'bfloat16', True, marks=pytest.mark.slow),
+    pytest.param(False, 'float32', False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', [*FAMILIES, 'papaformer'])
+def test_same_as_transformers(name, tied, dtype, shards, run, byte_data, tmp_path):
+    """Logits, 100 greedy tokens, precision; and back, as a class of transformers with the same
+    weights."""
+    kind, changes = FAMILIES.get(name, ('Llama', {}))
+    theirs = save_random(tmp_path / 'hf', kind, dtype, shards, tie_word_embeddings=tied, **changes)
+    model = ['--model', name] if name == 'papaformer' else []
     run('tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run', '--tokenizer', byte_data,
-        *(['--model', model] if model else []), here=True)
+        *model, here=True)
     ours, ckpt = load_checkpoint(tmp_path / 'run')
     assert {str(w.dtype) for w in ckpt['weights'].values()} == {f'torch.{dtype}'}
-    theirs = cls.from_pretrained(tmp_path / 'hf', dtype=torch.float32).eval()
     idx = torch.randint(0, 257, (2, 30))
     assert (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-5
-    text = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=30,
+    text = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=100,
                            do_sample=False, eos_token_id=None)
-    assert text.tolist() == ours.generate(idx, 30, temperature=0).tolist()
+    assert text.tolist() == ours.generate(idx, 100, temperature=0).tolist()
+    if not model:
+        run('tools.export_hf', tmp_path / 'run', here=True)
+        back = type(theirs).from_pretrained(tmp_path / 'run/hf')
+        assert not [*(tmp_path / 'run/hf').glob('*.py')]
+        again, before = back.state_dict(), theirs.state_dict()
+        assert again.keys() == before.keys()
+        assert all(torch.equal(again[key], w) for key, w in before.items())
 
 
 def test_molm_has_a_place_for_every_tensor(run, byte_data, tmp_path):

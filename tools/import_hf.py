@@ -124,7 +124,8 @@ class Tensors:
 
     def join(self, theirs):
         if isinstance(theirs[0], list):
-            return torch.stack([self.join(names).T for names in theirs])
+            parts = [self.join(names).T for names in theirs]
+            return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
         parts = [self.take(name) for name in theirs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -163,46 +164,44 @@ WINDOWS = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what tran
 
 
 def gpt2_names(n_layer):
-    """{our tensor: [theirs]}"""
-    maps = dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj', fc='mlp.c_fc',
-                down='mlp.c_proj')
-    maps = {f'first.{i}.{ours}': f'h.{i}.{theirs}'
-            for i in range(n_layer) for ours, theirs in maps.items()}
-    names = {f'{ours}.{kind}': [f'{theirs}.{kind}'] for kind in ('weight', 'bias')
-             for ours, theirs in dict(maps, norm_f='ln_f').items()}
-    return {name: [name] for name in ('wte.weight', 'wpe.weight')} | names
-
-
-def turn(name, weight):
-    """GPT-2's maps are (in, out), ours (out, in)."""
-    return weight.T.contiguous() if name.startswith('first.') and weight.dim() == 2 else weight
+    """{our tensor: theirs}, as llama_names: theirs are (in, out), ours (out, in)."""
+    names = {name: [name] for name in ('wte.weight', 'wpe.weight')}
+    norms, maps = dict(norm_1='ln_1', norm_2='ln_2'), dict(
+        qkv='attn.c_attn', proj='attn.c_proj', fc='mlp.c_fc', down='mlp.c_proj')
+    for ours, theirs in [('norm_f', 'ln_f')] + [
+            (f'first.{i}.{ours}', f'h.{i}.{theirs}')
+            for i in range(n_layer) for ours, theirs in (norms | maps).items()]:
+        is_map = ours.rpartition('.')[2] in maps
+        names[f'{ours}.weight'] = [[f'{theirs}.weight']] if is_map else [f'{theirs}.weight']
+        names[f'{ours}.bias'] = [f'{theirs}.bias']
+    return names
 
 
 def llama_names(family, n_layer, n_expert):
-    """{our tensor: theirs}: of several, ours has all rows; of a list of lists, one per expert, it
-    is a stack, transposed."""
+    """{our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one
+    per expert, each is transposed, and ours is the stack."""
     qkv_bias, qk_norm, mixture = family
     names = {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight']}
     for i in range(n_layer):
-        block, layer = f'blocks.{i}', f'layers.{i}'
-        names |= {f'{block}.norm_1.weight': [f'{layer}.input_layernorm.weight'],
-                  f'{block}.norm_2.weight': [f'{layer}.post_attention_layernorm.weight'],
-                  f'{block}.proj.weight': [f'{layer}.self_attn.o_proj.weight']}
-        for kind in ('weight', 'bias')[:1 + qkv_bias]:
-            names[f'{block}.qkv.{kind}'] = [f'{layer}.self_attn.{z}_proj.{kind}' for z in 'qkv']
-        for z in 'qk' if qk_norm != 'none' else '':
-            names[f'{block}.norm_{z}.weight'] = [f'{layer}.self_attn.{z}_norm.weight']
+        layer = f'layers.{i}'
+        block = {'norm_1.weight': [f'{layer}.input_layernorm.weight'],
+                 'norm_2.weight': [f'{layer}.post_attention_layernorm.weight'],
+                 'qkv.weight': [f'{layer}.self_attn.{z}_proj.weight' for z in 'qkv'],
+                 'proj.weight': [f'{layer}.self_attn.o_proj.weight']}
+        if qkv_bias:
+            block['qkv.bias'] = [f'{layer}.self_attn.{z}_proj.bias' for z in 'qkv']
+        if qk_norm != 'none':
+            block |= {f'norm_{z}.weight': [f'{layer}.self_attn.{z}_norm.weight'] for z in 'qk'}
         if mixture:
             *_, home, gate, up, down = mixture
-            names[f'{block}.ffn.router.linear.weight'] = [f'{layer}.{home}.gate.weight']
-            for ours, theirs in (('fc', (gate, up)), ('down', (down,))):
-                names[f'{block}.ffn.{ours}'] = [
-                    [f'{layer}.{home}.experts.{e}.{name}.weight' for name in theirs]
-                    for e in range(n_expert)]
+            experts = [f'{layer}.{home}.experts.{e}' for e in range(n_expert)]
+            block |= {'ffn.router.linear.weight': [f'{layer}.{home}.gate.weight'],
+                      'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
+                      'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
         else:
-            for ours, theirs in (('fc', ('gate', 'up')), ('down', ('down',))):
-                names[f'{block}.ffn.{ours}.weight'] = [
-                    f'{layer}.mlp.{name}_proj.weight' for name in theirs]
+            block |= {'ffn.fc.weight': [f'{layer}.mlp.{z}_proj.weight' for z in ('gate', 'up')],
+                      'ffn.down.weight': [f'{layer}.mlp.down_proj.weight']}
+        names |= {f'blocks.{i}.{ours}': theirs for ours, theirs in block.items()}
     return names
 
 
@@ -214,7 +213,6 @@ def read_gpt2(c, tensors, name):
             scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
     keys = {ours: c[theirs] for ours, theirs in GPT2_SETTINGS.items()}
     weights, tied = tensors.take_all(gpt2_names(c['n_layer']), c)
-    weights = {name: turn(name, weight) for name, weight in weights.items()}
     return 'moep', weights, dict(keys, n_parallel=0, tied=tied)
 
 
@@ -391,7 +389,7 @@ def main():
         else read_tokenizer(folder, n_vocab)
     file, model = read_model(folder, args.model)
     name = folder.resolve().name if Path(args.source).is_dir() else args.source
-    model.base = dict(name=name, license=read_licence(folder))
+    model.base = dict(license=read_licence(folder), base_model=name)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise UserError(f'the tokenizer has {tokenizer.n_vocab:,} tokens, the model only '
                         f'{model.config.vocab_size:,}: name another with --tokenizer')
