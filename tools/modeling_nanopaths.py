@@ -120,7 +120,8 @@ class Past:
     def reorder_cache(self, beams):
         """Beam search goes on from these rows."""
         self.ids = self.ids[beams]
-        self.cache = [tuple(part[beams] for part in entry) for entry in self.cache]
+        pick = lambda part: part[beams] if len(part) == len(beams) else part     # one for all rows
+        self.cache = [tuple(map(pick, entry)) for entry in self.cache]
 
     def extend(self, model, new):
         """Logits of new tokens. As `generate` in the model's file: a full cache restarts from its
