@@ -49,11 +49,11 @@ class SelfMoEConfig:
     gate_layers: list | None = None   # blocks (from 0) that have a gate; None: all but the first
     n_expert: int = 1                 # E: SwiGLU experts per block; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
-    norm_top_k: bool = True           # a token's K weights sum to 1; False: probabilities (OLMoE)
+    gates_sum_to_1: bool = True       # of a token's K experts; False: plain probabilities (OLMoE)
     rope_base: float = 10000.0        # of the rotary positions: larger turns more slowly
     rope_scaling: list | None = None  # of Llama 3.1: factor, low, high, tokens; see `turning`
     qkv_bias: bool = False            # queries, keys and values have biases (Qwen2)
-    qk_norm: str = 'none'             # RMSNorm of queries and keys: none | head | width
+    qk_norm: str = 'none'             # RMSNorm of queries, keys: none | head (Qwen3) | width (OLMoE)
     norm_eps: float = 1e-6            # added to the mean square in RMSNorm
     window: int | None = None         # tokens that a token sees, itself included; None: all
     tied: bool = False                # the embedding is also the head
@@ -223,8 +223,8 @@ class Block(nn.Module):
 # ---- The mixture that gates are compared with ----------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E experts per token, takes the best K -> gates (N, K) that sum to 1 (if
-    norm_top_k), choices (N, K), losses by name."""
+    """Scores E experts per token, takes the best K -> gates (N, K), choices (N, K), losses by
+    name."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -249,7 +249,7 @@ class Router(nn.Module):
     def weigh(self, score_NE, choice_NK):               # with which gates?
         prob_NE = score_NE.softmax(-1)
         gate_NK = prob_NE.gather(1, choice_NK)
-        if self.config.norm_top_k:
+        if self.config.gates_sum_to_1:
             gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
@@ -315,6 +315,7 @@ class SelfMoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        self.gates_sum_to_1 = c.gates_sum_to_1           # tools.check asks
         gated = range(1, c.n_layer) if c.gate_layers is None else c.gate_layers
         if c.gate == 'none':
             gated = []

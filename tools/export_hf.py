@@ -93,7 +93,7 @@ def find_native(name, model):
         return None
     for architecture, (qkv_bias, qk_norm, mixture) in FAMILIES.items():
         if (c.qkv_bias, c.qk_norm, c.n_expert > 1) == (qkv_bias, qk_norm, mixture is not None) \
-                and (c.norm_top_k or mixture != MIXTRAL) \
+                and (c.gates_sum_to_1 or mixture != MIXTRAL) \
                 and (c.window is None or architecture in WINDOWS) \
                 and (qk_norm != 'width' or model.blocks[0].d_head * c.n_head == c.n_embd):
             return architecture
@@ -113,7 +113,7 @@ def native_config(architecture, model):
         config['rope_scaling'] = dict(zip(SCALING, c.rope_scaling), rope_type='llama3')
     if experts:
         config |= {experts: c.n_expert, 'num_experts_per_tok': c.top_k,
-                   'norm_topk_prob': c.norm_top_k}
+                   'norm_topk_prob': c.gates_sum_to_1}
     return config
 
 

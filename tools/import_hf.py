@@ -232,7 +232,7 @@ def read_llama(c, tensors, name):
         d_head=c.get('head_dim') or c['hidden_size'] // n_head,
         ffn_hidden=c[mixture[1] if mixture else 'intermediate_size'], n_expert=n_expert,
         top_k=c['num_experts_per_tok'] if mixture else 1,
-        norm_top_k=mixture in (None, MIXTRAL) or c.get('norm_topk_prob', False),
+        gates_sum_to_1=mixture in (None, MIXTRAL) or c.get('norm_topk_prob', False),
         rope_base=float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
         rope_scaling=[rope[key] for key in SCALING] if kind == 'llama3' else None,
         window=c.get('sliding_window', WINDOWS[name]) if name in WINDOWS else None,
