@@ -53,7 +53,7 @@ class SelfMoEConfig:
     rope_base: float = 10000.0        # of the rotary positions: larger turns more slowly
     rope_scaling: list | None = None  # of Llama 3.1: factor, low, high, tokens; see `turning`
     qkv_bias: bool = False            # queries, keys and values have biases (Qwen2)
-    qk_norm: str = 'none'             # RMSNorm of queries, keys: none | head (Qwen3) | width (OLMoE)
+    qk_norm: str = 'none'             # norm of queries, keys: none | head (Qwen3) | width (OLMoE)
     norm_eps: float = 1e-6            # added to the mean square in RMSNorm
     window: int | None = None         # tokens that a token sees, itself included; None: all
     tied: bool = False                # the embedding is also the head
