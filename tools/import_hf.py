@@ -165,15 +165,15 @@ WINDOWS = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what tran
 
 def gpt2_names(n_layer):
     """{our tensor: theirs}, as llama_names: theirs are (in, out), ours (out, in)."""
-    names = {name: [name] for name in ('wte.weight', 'wpe.weight')}
-    norms, maps = dict(norm_1='ln_1', norm_2='ln_2'), dict(
-        qkv='attn.c_attn', proj='attn.c_proj', fc='mlp.c_fc', down='mlp.c_proj')
-    for ours, theirs in [('norm_f', 'ln_f')] + [
-            (f'first.{i}.{ours}', f'h.{i}.{theirs}')
-            for i in range(n_layer) for ours, theirs in (norms | maps).items()]:
-        is_map = ours.rpartition('.')[2] in maps
-        names[f'{ours}.weight'] = [[f'{theirs}.weight']] if is_map else [f'{theirs}.weight']
-        names[f'{ours}.bias'] = [f'{theirs}.bias']
+    names = {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
+             'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias']}
+    parts = dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
+                 fc='mlp.c_fc', down='mlp.c_proj')
+    for i in range(n_layer):
+        for ours, theirs in parts.items():
+            weight = [f'h.{i}.{theirs}.weight']
+            names[f'first.{i}.{ours}.weight'] = weight if 'norm' in ours else [weight]
+            names[f'first.{i}.{ours}.bias'] = [f'h.{i}.{theirs}.bias']
     return names
 
 
@@ -355,8 +355,9 @@ def read_ends(folder):
 def read_licence(folder):
     """As the front of its model card names it."""
     card = folder / 'README.md'
-    found = re.match(r'(?s)---\n.*?\blicense: *(\S+)', card.read_text(encoding='utf-8')) \
-        if card.is_file() else None
+    text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
+    front = re.match(r'---\n(.*?)\n---', text, re.DOTALL)
+    found = re.search(r'^license: *(\S+)', front[1], re.MULTILINE) if front else None
     return found[1] if found else 'unknown'
 
 
