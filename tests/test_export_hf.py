@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import selfmoe
 from conftest import ROOT
 from plumbing.bins import load_bin
 from plumbing.bpe import train_bpe
@@ -103,6 +104,16 @@ def test_sampled_long_and_uncached(exported):
     uncached = theirs.generate(idx[:, :9], max_new_tokens=9, use_cache=False, do_sample=False,
                                eos_token_id=None)
     assert uncached.tolist() == ours.generate(idx[:, :9], 9, temperature=0).tolist()
+
+
+def test_an_edited_model_stays_ours(run, data_dir, tmp_path, monkeypatch):
+    """Its config says Llama, its code does not."""
+    folder = make_run(tmp_path / 'run', data_dir / 'toy_stories', *MODELS['mistral'])
+    with monkeypatch.context() as edited:
+        edited.setattr(selfmoe, 'rotate', lambda x, table: x)
+        assert 'add --ours' in run('tools.export_hf', folder, code=2).stderr
+    run('tools.export_hf', folder, '--ours', '--out', tmp_path / 'hf_edited', here=True)
+    assert (tmp_path / 'hf_edited/selfmoe.py').exists()
 
 
 @torch.no_grad()

@@ -78,8 +78,8 @@ def tokenizer_json(tokenizer):
 
 
 def token_name(spec, i):
-    added = {token['content']: token['id'] for token in spec['added_tokens']}
-    return next(name for name, j in [*added.items(), *spec['model']['vocab'].items()] if j == i)
+    names = {token['id']: token['content'] for token in spec['added_tokens']}
+    return names.get(i) or next(name for name, j in spec['model']['vocab'].items() if j == i)
 
 
 # ---- Architectures of transformers --------------------------------------------------------------
@@ -143,17 +143,17 @@ def native_weights(architecture, model):
 
 # ---- The files ----------------------------------------------------------------------------------
 
-def export(path, folder, bos=False):
+def export(path, folder, bos=False, ours=False):
     """One checkpoint -> the files of `folder`."""
     import transformers
     from safetensors.torch import save_file
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
-    architecture = find_native(ckpt['model'], model)
+    architecture = None if ours else find_native(ckpt['model'], model)
     imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
-    ours = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
-    if {*imports} & ours:
+    files = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
+    if {*imports} & files:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
@@ -288,7 +288,8 @@ def check(folder, model, tokenizer):
     if their_ids != ids or not difference <= 1e-5 * max(1, largest):
         (folder / 'config.json').unlink()                # so that nobody takes it for the model
         raise UserError(f'{folder}: it gives other ids than ours, or logits that differ by '
-                        f'{difference:.1e}; please report this')
+                        f'{difference:.1e}: if you have edited the model, add --ours; else please '
+                        'report this')
     return difference
 
 
@@ -300,6 +301,8 @@ def main():
                         help='also write a folder for each ckpt_<words>.pt, as BabyLM names them')
     parser.add_argument('--bos', action='store_true',
                         help='the tokenizer puts the start token, end-of-text, in front of a text')
+    parser.add_argument('--ours', action='store_true',
+                        help="our model file, also where transformers has a class that is the same")
     args = parser.parse_args()
     import transformers                                  # for this tool alone, and safetensors
     transformers.utils.logging.set_verbosity_error()
@@ -313,7 +316,7 @@ def main():
         paths += home.glob('ckpt_*.pt')
     for path in paths:
         folder = out / path.stem.replace('ckpt', 'chck') if path.match('ckpt_*.pt') else out
-        difference = check(folder, *export(path, folder, args.bos))
+        difference = check(folder, *export(path, folder, args.bos, args.ours))
         print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 
 

@@ -340,7 +340,7 @@ def read_tokenizer(folder, n_vocab):
             blob = json.dumps(spec | dict(added_tokens=known)).encode()
         stop = read_ends(folder)
         tokenizer = json_tokenizer(blob, *stop[:1])
-        tokenizer.stop = stop
+        tokenizer.stop = [i for i in stop if i < tokenizer.n_vocab]
         return tokenizer
 
 
