@@ -119,19 +119,19 @@ def test_a_tied_matrix_has_either_name(kind, name, tmp_path):
 
 
 def test_download(tmp_path, monkeypatch):
-    """Only what the index names, of the revision that was asked for."""
+    """The revision that was asked for, and no other weights than transformers'."""
+    hub = pytest.importorskip('huggingface_hub')
     asked = []
 
-    def download(name, **keys):
-        asked.append((name, keys['revision'], keys['allow_patterns']))
+    def download(name, revision, allow_patterns):
+        names = ['config.json', 'model-00001-of-00002.safetensors', 'consolidated.safetensors',
+                 'model.fp16.safetensors', 'pytorch_model.bin']
+        chosen = hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns)
+        asked.append((name, revision, [*chosen]))
         return tmp_path
-    hub = SimpleNamespace(snapshot_download=download)
-    monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
-    index = dict(weight_map=dict(a='model-1.safetensors', b='model-2.safetensors'))
-    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(index))
+    monkeypatch.setattr(hub, 'snapshot_download', download)
     assert find_folder('owner/name', 'v0.1') == tmp_path
-    assert asked == [('owner/name', 'v0.1', ['*.json', 'README.md']),
-                     ('owner/name', 'v0.1', ['model-1.safetensors', 'model-2.safetensors'])]
+    assert asked == [('owner/name', 'v0.1', ['config.json', 'model-00001-of-00002.safetensors'])]
 
 
 def test_molm_has_a_place_for_every_tensor(run, byte_data, tmp_path):

@@ -31,6 +31,8 @@ from plumbing.tokenizer import CONVERT, choose_tokenizer, json_tokenizer
 # safetensors' names: as numpy maps the bytes, as torch reads them
 DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
               BF16=('int16', torch.bfloat16))
+# What is downloaded: not Mistral's consolidated.safetensors, for instance
+FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
 # Masks and tables that old files hold and no model needs
 BUFFERS = r'(attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
@@ -45,9 +47,7 @@ def find_folder(name, revision=None):
         raise UserError(f'there is no folder {name}')
     try:
         from huggingface_hub import snapshot_download
-        folder = Path(snapshot_download(name, revision=revision,
-                                        allow_patterns=['*.json', 'README.md']))
-        return Path(snapshot_download(name, revision=revision, allow_patterns=shard_names(folder)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
     except Exception as error:                           # no such name, no network, no package
         reason = str(error).partition('\n')[0] or type(error).__name__
         raise UserError(f'there is no folder {name}, and no download of that name ({reason})')
@@ -58,18 +58,15 @@ def read_json(path):
         return json.loads(path.read_text(encoding='utf-8'))
 
 
-def shard_names(folder):
+def find_shards(folder):
     """The .safetensors files: those of the index, or the only one."""
     index = folder / 'model.safetensors.index.json'
-    return sorted({*read_json(index)['weight_map'].values()}) if index.exists() \
-        else ['model.safetensors']
-
-
-def find_shards(folder):
-    names = shard_names(folder)
+    names = ['model.safetensors']
+    if index.exists():
+        names = sorted({*read_json(index)['weight_map'].values()})
     for name in names:
         if not (folder / name).is_file():
-            if any(folder.glob('*.bin')) and len(names) == 1:
+            if any(folder.glob('*.bin')) and not index.exists():
                 raise UserError(f'{folder} has its weights as pickles (.bin), which run code when '
                                 'they are read: get its .safetensors files, or convert it as '
                                 'docs/weights.md does')
