@@ -179,8 +179,10 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
         os.remove(work / 'spool')
     for split, n in meta['splits'].items():
         unit = 'tokens' if len(tokenizer.end) == 1 else 'slots'
+        share = n.get('unknown', 0) / n['tokens']
+        lost = f', {share:.2%} of the tokens are <unk>: their text is lost' if share else ''
         print(f"{target}/{split}.bin: {n['tokens']:,} {unit}, {n['documents']:,} documents, "
-              f"{n['words']:,} words")
+              f"{n['words']:,} words{lost}")
     if n['tokens'] < 1000:
         print('note: the validation text is very short; see --val_fraction and --split')
 
@@ -279,6 +281,9 @@ def encode_split(work, split, spans, tokenizer, jobs):
         encoded = parallel(encode_batch, work, tasks, jobs)
         for ids, words in tqdm(encoded, split, len(tasks), unit='batch', leave=False, disable=None):
             counts.update(tokens=file.write(ids) // end.itemsize, words=words)
+            if tokenizer.unknown is not None:
+                unknown = np.frombuffer(ids, tokenizer.dtype) == tokenizer.unknown
+                counts.update(unknown=int(unknown.sum()))
     return dict(counts)
 
 

@@ -87,6 +87,11 @@ def read_arguments():
     return parser.parse_args()
 
 
+def end_of_text(ids, start, stop):
+    """Where an imported model ends its text; ours go on with another document."""
+    return next((i for i in range(start, len(ids)) if ids[i] in stop), len(ids))
+
+
 def encode_prompt(prompt, tokenizer):
     if tokenizer.pauses and prompt and '\n' not in prompt:
         prompt += '\n'                           # pauses follow a line
@@ -125,6 +130,7 @@ def main():
         if n > 0:
             print('-' * 40)
         idx = writer.generate(prompt, n_new, args.temperature, args.top_k or None)
+        idx = idx[:, :end_of_text(idx[0].tolist(), prompt.size(1), tokenizer.stop)]
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

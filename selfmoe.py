@@ -49,7 +49,11 @@ class SelfMoEConfig:
     gate_layers: list | None = None   # blocks (from 0) that have a gate; None: all but the first
     n_expert: int = 1                 # E: SwiGLU experts per block; 1: a plain FFN without a router
     top_k: int = 1                    # K: experts that each token takes
+    gates_sum_to_1: bool = True       # of a token's K experts; False: plain probabilities (OLMoE)
     rope_base: float = 10000.0        # of the rotary positions: larger turns more slowly
+    rope_scaling: list | None = None  # of Llama 3.1: factor, low, high, tokens; see `turning`
+    qkv_bias: bool = False            # queries, keys and values have biases (Qwen2)
+    qk_norm: str = 'none'             # norm of queries, keys: none | head (Qwen3) | width (OLMoE)
     norm_eps: float = 1e-6            # added to the mean square in RMSNorm
     window: int | None = None         # tokens that a token sees, itself included; None: all
     tied: bool = False                # the embedding is also the head
@@ -62,6 +66,8 @@ class SelfMoEConfig:
         assert self.n_head % self.n_kv_head == 0, 'n_head must be a multiple of n_kv_head'
         assert self.gate in ('none', 'matrix', 'vector', 'scalar'), \
             f"gate is '{self.gate}'; it can be none, matrix, vector or scalar"
+        assert self.qk_norm in ('none', 'head', 'width'), \
+            f"qk_norm is '{self.qk_norm}'; it can be none, head or width"
         assert 1 <= self.top_k <= self.n_expert, \
             f'top_k = {self.top_k} must lie between 1 and n_expert = {self.n_expert}'
 
@@ -105,13 +111,25 @@ def linear(d_in, d_out, std=0.02):
     return new
 
 
-def rotary(position, d, base=10000.0):
+def turning(pair, d, base, scaling):
+    """The angle by which each pair of channels turns per token. Llama 3.1 first saw texts of fewer
+    `tokens`: a pair that turns `high` times in these, or more, keeps its angle; one that turns
+    `low` times, or less, turns `factor` times more slowly."""
+    frequency = base ** (-pair / (d // 2))
+    if scaling is None:
+        return frequency
+    factor, low, high, tokens = scaling
+    turns = tokens * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)    # 1: as it was, 0: slowed
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def rotary_table(position, d, base, scaling):
     """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
     positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
     Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
-    frequency = base ** (-pair / (d // 2))
-    angle = position[..., None] * frequency
+    angle = position[..., None] * turning(pair, d, base, scaling)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -145,6 +163,12 @@ def attend_window(q, k, v, cache, layer, dropout, window):
         enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of (B, T, H, d) queries or keys: of each head (Qwen3), or of all as one (OLMoE)."""
+    def forward(self, x):
+        return super().forward(x.flatten(2).unflatten(2, (-1, *self.normalized_shape))).view_as(x)
+
+
 class FFN(nn.Module):
     """SwiGLU. It has no auxiliary losses: {}."""
     def __init__(self, d, hidden, small):
@@ -172,14 +196,22 @@ class Block(nn.Module):
         self.norm_1 = nn.RMSNorm(D, eps=c.norm_eps)
         self.norm_2 = nn.RMSNorm(D, eps=c.norm_eps)
         self.qkv = linear(D, sum(self.counts) * self.d_head)
+        if c.qkv_bias:
+            self.qkv.bias = nn.Parameter(torch.zeros(len(self.qkv.weight)))
+        self.norm_q = self.norm_k = nn.Identity()
+        if c.qk_norm != 'none':
+            q, k, _ = self.counts if c.qk_norm == 'width' else (1, 1, 1)
+            self.norm_q = HeadNorm(q * self.d_head, eps=c.norm_eps)
+            self.norm_k = HeadNorm(k * self.d_head, eps=c.norm_eps)
         self.proj = linear(c.n_head * self.d_head, D, small)
         self.ffn = FFN(D, hidden, small) if c.n_expert == 1 else Mixture(c, hidden, small, router)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, table, cache):
         B, T, D = x.shape
-        heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head).transpose(1, 2)
-        q, k, v = heads.split(self.counts, 1)            # (B, H, T, d); fewer heads in k, v
+        heads = self.qkv(self.norm_1(x)).view(B, T, -1, self.d_head)
+        q, k, v = heads.split(self.counts, 2)            # (B, T, H, d); fewer heads in k, v
+        q, k, v = (z.transpose(1, 2) for z in (self.norm_q(q), self.norm_k(k), v))
         q, k = rotate(q, table), rotate(k, table)
         dropout = self.dropout.p if self.training else 0.0
         y = attend_window(q, k, v, cache, self.layer, dropout, self.window)
@@ -191,8 +223,8 @@ class Block(nn.Module):
 # ---- The mixture that gates are compared with ----------------------------------------------------
 
 class Router(nn.Module):
-    """Scores E experts per token, takes the best K -> gates (N, K) that sum to 1, choices (N, K),
-    losses by name."""
+    """Scores E experts per token, takes the best K -> gates (N, K), choices (N, K), losses by
+    name."""
     def __init__(self, d, n_choices, config):
         super().__init__()
         self.config = config
@@ -217,7 +249,8 @@ class Router(nn.Module):
     def weigh(self, score_NE, choice_NK):               # with which gates?
         prob_NE = score_NE.softmax(-1)
         gate_NK = prob_NE.gather(1, choice_NK)
-        gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
+        if self.config.gates_sum_to_1:
+            gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         return gate_NK, dict(balance=self.balance_loss(prob_NE, choice_NK))
 
     def balance_loss(self, prob_NE, choice_NK):
@@ -282,6 +315,7 @@ class SelfMoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        self.gates_sum_to_1 = c.gates_sum_to_1           # tools.check asks
         gated = range(1, c.n_layer) if c.gate_layers is None else c.gate_layers
         if c.gate == 'none':
             gated = []
@@ -302,8 +336,9 @@ class SelfMoE(nn.Module):
                 f'{length} tokens are more than the block_size of {self.config.block_size}')
         h = self.wte(idx)                                # (B, T, D)
         wide = torch.promote_types(h.dtype, torch.float32)
+        c, d = self.config, self.blocks[0].d_head
         position = torch.arange(past, length, device=h.device, dtype=wide)
-        table = rotary(position, self.blocks[0].d_head, self.config.rope_base)
+        table = rotary_table(position, d, c.rope_base, c.rope_scaling)
         return gated_layers(self.blocks, self.gates, h, table, cache)
 
     def features(self, idx, cache=None):

@@ -3,7 +3,7 @@ The arena: which routing idea pays at equal cost? docs/arena.md has the rules an
 
     python -m arena mine moep                               # race, and test one against the other
     python -m arena mine --sweep learning_rate=2e-3,4e-3    # a short run for each value
-    python -m arena mine --minutes                          # race for equal time, on a quiet machine
+    python -m arena mine --minutes                          # race for equal time
     python -m arena mine --track baby                       # BabyLM-style text: one GPU
     python -m arena                                         # every entry
     python -m arena --table                                 # run nothing

@@ -122,11 +122,13 @@ def minutes_table(track, folders):
             entries.setdefault(row['entry'], []).append(row)
     bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
     for name in sorted(entries, key=lambda name: statistics.mean(bits[name])):
+        row = entries[name][0]
+        speedup = effective_speedup(statistics.mean(bits[name]), dense)
         against = 'the dense entry'
         if name != DENSE_OF_MINUTES:
             against = verdict(bits[name], bits[DENSE_OF_MINUTES])
-        yield [name, f"{entries[name][0]['time']:.2f}", f"{entries[name][0]['tokens'] / 1e6:.2f}",
-               spread(bits[name], 4), effective_speedup(statistics.mean(bits[name]), dense), against]
+        yield [name, f"{row['time']:.2f}", f"{row['tokens'] / 1e6:.2f}", spread(bits[name], 4),
+               speedup, against]
 
 
 def effective_speedup(bits, dense):

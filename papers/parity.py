@@ -213,7 +213,7 @@ def read_ibm(theirs):
     tensors = Tensors.__new__(Tensors)                   # without a folder
     tensors.places = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
     tensors.take = tensors.places.pop
-    _, weights, settings = read_molm(vars(theirs.config), tensors, None)
+    _, weights, settings = read_molm(vars(theirs.config), tensors)
     return weights, dict(settings, vocab_size=VOCAB, query_block=7)
 
 

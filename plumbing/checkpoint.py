@@ -19,6 +19,7 @@ def write_checkpoint(path, model, weights, s, tokenizer, **state):
     ckpt = dict(
         model=s.model, config=asdict(model.config), settings=asdict(s), weights=weights,
         tokenizer=tokenizer.hash, adapted=getattr(model, 'adapted', []),     # see tools/lora.py
+        base=getattr(model, 'base', None),               # the imported model that it began as
         frozen=[name for name, p in model.named_parameters() if not p.requires_grad], **state)
     try:
         with new_file(path, 'wb') as file:               # complete or not at all
@@ -79,6 +80,7 @@ def build_model(ckpt, device='cpu', **changes):
     for name, p in model.named_parameters():             # what was frozen stays frozen
         if name in ckpt['frozen']:
             p.requires_grad_(False)
+    model.base = ckpt.get('base')
     return model.to(device)
 
 

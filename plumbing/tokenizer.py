@@ -27,6 +27,9 @@ PATTERN = regex.compile(
 PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
 # A sentence ends after a line, or after . ! ? and closing quotes; spaces in between begin the next.
 SENTENCES = re.compile(r'''(?s).+?(?:\n|[.!?]["'”’)\]]*(?=[^\S\n]+\S)|\Z)''')
+# For models that have SentencePiece's tokenizer.model alone
+CONVERT = ('python -c "from transformers import AutoTokenizer as A; '
+           "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -39,6 +42,7 @@ class Tokenizer:
     order: what else makes the ids, for the hash: neox's merges in their order, all of an hf file.
     cut(text) -> parts that are encoded one by one.
     extra: what else meta.json must say to build the tokenizer again.
+    stop: ids with which an imported model ends a text; unknown: the id of <unk>, if there is one.
     """
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
@@ -54,6 +58,7 @@ class Tokenizer:
         self.file = file
         self.blob = blob
         self.extra = extra
+        self.stop, self.unknown = [], None
         self.n_vocab = len(token_bytes)
         self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
         parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
@@ -79,7 +84,7 @@ class Tokenizer:
     def about(self):
         """What meta.json says of it."""
         return dict(kind=self.kind, file=self.file, hash=self.hash, vocab_size=self.n_vocab,
-                    eot=self.eot, **self.extra)
+                    eot=self.eot, stop=self.stop, **self.extra)
 
     def show(self, ids):
         """Text to look at: an empty line where a document ends."""
@@ -168,8 +173,11 @@ def hf_tokenizer(blob, eot):
     n_vocab = 1 + max(package.get_vocab().values())
     encode = lambda text: package.encode(text, add_special_tokens=False).ids
     whole = lambda text: [text] if text else []          # a space may be added in front of a part
-    return Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json', blob,
-                     order=[blob], cut=whole)
+    tokenizer = Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json',
+                          blob, order=[blob], cut=whole)
+    model = json.loads(blob)['model']
+    tokenizer.unknown = model.get('unk_id', package.token_to_id(model.get('unk_token') or ''))
+    return tokenizer
 
 
 def json_tokenizer(blob, eot=None):
@@ -277,6 +285,9 @@ def choose_tokenizer(name):
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, such as data/toy_stories')
+    if path.suffix == '.model':
+        raise UserError(f'{path} is of SentencePiece, which is not read; make a tokenizer.json: '
+                        f'{CONVERT}')
     with reading(path):
         blob = path.read_bytes()
         return json_tokenizer(blob) if path.suffix == '.json' else rank_tokenizer(blob)
@@ -310,6 +321,7 @@ def load_tokenizer(folder):
             tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
         if tokenizer.hash != spec['hash']:
             raise UserError(f'{path} is not the tokenizer that meta.json describes')
+    tokenizer.stop = spec.get('stop', [])
     return tokenizer
 
 

@@ -40,6 +40,8 @@ CASES = {                                                # name: (module, settin
     'gate_vector': ('selfmoe', dict(LLAMA, gate='vector')),
     'gate_matrix': ('selfmoe', dict(LLAMA, n_layer=3, gate='matrix', gate_layers=[2])),
     'mixture': ('selfmoe', dict(LLAMA, n_expert=4, top_k=2)),
+    'qwen': ('selfmoe', dict(LLAMA, qkv_bias=True, qk_norm='head', rope_scaling=[8, 1, 4, 40])),
+    'olmoe': ('selfmoe', dict(LLAMA, n_expert=4, top_k=2, gates_sum_to_1=False, qk_norm='width')),
     'stlm': ('stlm', LLAMA),
     'stlm_ffn': ('stlm', dict(LLAMA, share='ffn', lora_rank=2)),
     'stlm_all': ('stlm', dict(LLAMA, n_layer=3, share='all', share_group=2, lora_rank=2)),

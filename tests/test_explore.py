@@ -146,10 +146,10 @@ def test_two_runs_and_hostile_text(run, moep_run, smoke, tmp_path):
 @pytest.mark.slow
 @in_a_browser
 def test_page_in_a_browser(run, moep_run, tmp_path):
-    """Point at a token; keys, tabs and the legend, without an error."""
+    """Point at a token; keys, tabs and the legend, without an error. 64 choices look different."""
     page = tmp_path / 'a.html'
     run('tools.explore', moep_run, f'--out={page}', here=True)
-    hover, console = browse(page.read_text(), """
+    (hover, looks), console = browse(page.read_text(), """
         const [run] = shown;
         run.spans[3].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
         const hover = run.detail.innerText;
@@ -158,9 +158,14 @@ def test_page_in_a_browser(run, moep_run, tmp_path):
         run.legend.querySelector('button').click();
         for (const key of ['ArrowDown', 'ArrowRight', 'n', 'Escape'])
             document.dispatchEvent(new KeyboardEvent('keydown', { key }));
-        return hover;""", tmp_path)
+        addRules(64);
+        const looks = [...Array(64).keys()].map(c => {
+            const style = getComputedStyle(make(document.body, 'i', choiceClass(c)));
+            return style.backgroundColor + style.backgroundImage;
+        });
+        return [hover, new Set(looks).size];""", tmp_path)
     data, = page_data(page)
-    assert console == [] and f"loss {data['loss'][3]:.3f} nats" in hover
+    assert console == [] and looks == 64 and f"loss {data['loss'][3]:.3f} nats" in hover
     for layer in data['layers']:
         assert layer['name'] in hover
         assert all(f'{c}:{percent}' in hover for c, percent in unpack(layer, 3).items())

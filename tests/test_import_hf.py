@@ -1,4 +1,4 @@
-"""tools/import_hf.py: models of transformers compute the same here, and train on."""
+"""tools/import_hf.py: models of transformers compute the same here, train on, and go back."""
 
 import json
 import shutil
@@ -14,15 +14,16 @@ from plumbing.checkpoint import (build_model, load_checkpoint, read_checkpoint,
                                  write_checkpoint)
 from plumbing.machine import widen
 from plumbing.settings import Settings
-from plumbing.tokenizer import build_tokenizer, load_tokenizer
+from plumbing.tokenizer import build_tokenizer, hf_tokenizer, load_meta, load_tokenizer
 from prepare import write_data_set
 
 transformers = pytest.importorskip('transformers')
-from safetensors.torch import save_file                  # noqa: E402
+from safetensors.torch import load_file, save_file       # noqa: E402
 from tools import export_hf                              # noqa: E402
+from tools.import_hf import find_folder, read_model      # noqa: E402
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64, vocab_size=300, rms_norm_eps=1e-5)
+             num_key_value_heads=2, max_position_embeddings=150, vocab_size=300, rms_norm_eps=1e-5)
 LLAMA = dict(vocab_size=30, n_layer=2, n_head=2, n_kv_head=1, n_embd=16)
 
 
@@ -37,25 +38,27 @@ def byte_data(tmp_path_factory):
 
 # ---- The same logits -----------------------------------------------------------------------------
 
-TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
-MODELS = {                                               # class: settings, precision, shards, model
-    'gpt2': ('GPT2', TIED, 'float32', False, None),
-    'gpt2 untied': ('GPT2', UNTIED, 'bfloat16', True, None),
-    'llama': ('Llama', dict(UNTIED, rope_parameters=dict(rope_type='default', rope_theta=5e5)),
-              'bfloat16', True, None),
-    'llama tied': ('Llama', dict(TIED, num_key_value_heads=1), 'float16', False, None),
-    'papaformer': ('Llama', TIED, 'float32', True, 'papaformer'),
-    'mistral': ('Mistral', dict(UNTIED, sliding_window=7, head_dim=6), 'float16', True, None),
-    'mixtral': ('Mixtral', dict(UNTIED, num_local_experts=4, num_experts_per_tok=2,
-                                sliding_window=9), 'bfloat16', False, None),
-    'mixtral tied': ('Mixtral', dict(TIED, num_local_experts=3), 'float32', False, None)}
+LLAMA3 = dict(rope_type='llama3', rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=40)
+MOE = dict(num_experts=5, num_experts_per_tok=2)
+FAMILIES = {                                             # class of transformers, settings
+    'gpt2': ('GPT2', {}),
+    'llama': ('Llama', dict(rope_parameters=dict(rope_type='default', rope_theta=5e5))),
+    'llama 3.1': ('Llama', dict(rope_parameters=LLAMA3, num_key_value_heads=1)),
+    'mistral': ('Mistral', dict(sliding_window=7, head_dim=6)),
+    'qwen2': ('Qwen2', dict(sliding_window=9)),          # which it does not use
+    'qwen3': ('Qwen3', dict(head_dim=6)),
+    'mixtral': ('Mixtral', dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=9)),
+    'qwen3 moe': ('Qwen3Moe', dict(MOE, head_dim=6, moe_intermediate_size=24)),
+    'qwen3 moe, normed': ('Qwen3Moe', dict(MOE, norm_topk_prob=True, moe_intermediate_size=24)),
+    'olmoe': ('Olmoe', MOE)}
 
 
 def save_random(folder, kind='Llama', dtype='bfloat16', shards=True, **changes):
-    """A random model of transformers, as it saves it -> its class."""
+    """A random model of transformers, as it saves it -> itself, in float32."""
     sizes = SIZES
     if kind == 'GPT2':
-        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=300)
+        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=150, vocab_size=300)
     torch.manual_seed(0)
     config = getattr(transformers, f'{kind}Config')(**{**sizes, **changes})
     cls = getattr(transformers, {'GPT2': 'GPT2LMHeadModel'}.get(kind, f'{kind}ForCausalLM'))
@@ -65,25 +68,70 @@ def save_random(folder, kind='Llama', dtype='bfloat16', shards=True, **changes):
     model.to(getattr(torch, dtype)).save_pretrained(
         folder, max_shard_size='20KB' if shards else '1GB')
     assert (len([*folder.glob('*.safetensors')]) > 1) == shards
-    return cls
+    return cls.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', MODELS)
-def test_same_as_transformers(name, run, byte_data, tmp_path):
-    """Logits, greedy text, precision. (The way back: tests/test_export_hf.py.)"""
-    kind, changes, dtype, shards, model = MODELS[name]
-    cls = save_random(tmp_path / 'hf', kind, dtype, shards, **changes)
+@pytest.mark.parametrize('tied, dtype, shards', [
+    (True, 'float32', False), (False, 'bfloat16', True),
+    pytest.param(True, 'bfloat16', True, marks=pytest.mark.slow),
+    pytest.param(False, 'float32', False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', [*FAMILIES, 'papaformer'])
+def test_same_as_transformers(name, tied, dtype, shards, run, byte_data, tmp_path):
+    """Logits, 100 greedy tokens, precision; and back, as a class of transformers with the same
+    weights."""
+    kind, changes = FAMILIES.get(name, ('Llama', {}))
+    theirs = save_random(tmp_path / 'hf', kind, dtype, shards, tie_word_embeddings=tied, **changes)
+    model = ['--model', name] if name == 'papaformer' else []
     run('tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run', '--tokenizer', byte_data,
-        *(['--model', model] if model else []), here=True)
+        *model, here=True)
     ours, ckpt = load_checkpoint(tmp_path / 'run')
     assert {str(w.dtype) for w in ckpt['weights'].values()} == {f'torch.{dtype}'}
-    theirs = cls.from_pretrained(tmp_path / 'hf', dtype=torch.float32).eval()
     idx = torch.randint(0, 257, (2, 30))
     assert (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-5
-    text = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=30,
+    text = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=100,
                            do_sample=False, eos_token_id=None)
-    assert text.tolist() == ours.generate(idx, 30, temperature=0).tolist()
+    assert text.tolist() == ours.generate(idx, 100, temperature=0).tolist()
+    if not model:
+        run('tools.export_hf', tmp_path / 'run', here=True)
+        back = type(theirs).from_pretrained(tmp_path / 'run/hf')
+        assert not [*(tmp_path / 'run/hf').glob('*.py')]
+        again, before = back.state_dict(), theirs.state_dict()
+        assert again.keys() == before.keys()
+        assert all(torch.equal(again[key], w) for key, w in before.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind, name', [('Llama', 'model.embed_tokens.weight'),
+                                        ('GPT2', 'transformer.wte.weight')])
+def test_a_tied_matrix_has_either_name(kind, name, tmp_path):
+    """safetensors keeps one of the two; several architectures: the first known one."""
+    theirs = save_random(tmp_path, kind, 'float32', False, tie_word_embeddings=True)
+    weights = load_file(tmp_path / 'model.safetensors')
+    weights['lm_head.weight'] = weights.pop(name)
+    save_file(weights, tmp_path / 'model.safetensors')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['architectures'].insert(0, 'MyOwnForCausalLM')
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    _, ours = read_model(tmp_path)
+    idx = torch.arange(20)[None]
+    assert (theirs(idx).logits - ours.eval()(idx)[0]).abs().max() < 1e-5
+
+
+def test_download(tmp_path, monkeypatch):
+    """The revision that was asked for, and no other weights than transformers'."""
+    hub = pytest.importorskip('huggingface_hub')
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        names = ['config.json', 'model-00001-of-00002.safetensors', 'consolidated.safetensors',
+                 'model.fp16.safetensors', 'pytorch_model.bin']
+        chosen = hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns)
+        asked.append((name, revision, [*chosen]))
+        return tmp_path
+    monkeypatch.setattr(hub, 'snapshot_download', download)
+    assert find_folder('owner/name', 'v0.1') == tmp_path
+    assert asked == [('owner/name', 'v0.1', ['config.json', 'model-00001-of-00002.safetensors'])]
 
 
 def test_molm_has_a_place_for_every_tensor(run, byte_data, tmp_path):
@@ -207,11 +255,59 @@ def test_same_ids(kind, run, tmp_path):
     assert load_bin(tmp_path / 'd', 'train')[1:].tolist()[:9] == ours.encode(TEXT)[:9]
 
 
+def test_the_end_of_a_text(run, tmp_path):
+    """sample.py and what is exported stop where the model does; bos, eos, base and licence stay. A
+    token without a row in the model is left out, and prepare.py counts <unk>."""
+    package = train_package('llama2')
+    n_vocab = package.get_vocab_size()
+    theirs = save_random(tmp_path / 'hf', 'Llama', 'float32', False, vocab_size=n_vocab)
+    package.add_special_tokens(['<pad>'])
+    package.save(str(tmp_path / 'hf/tokenizer.json'))
+    prompt = torch.tensor([[1, *package.encode('cats', add_special_tokens=False).ids]])
+    greedy = lambda model: model.generate(prompt, max_new_tokens=60, do_sample=False)[0].tolist()
+    end = greedy(theirs)[-20]                            # as if the model ended its text so
+    (tmp_path / 'hf/generation_config.json').write_text(
+        json.dumps(dict(bos_token_id=1, eos_token_id=[end])))
+    (tmp_path / 'hf/README.md').write_text('---\nlicense: apache-2.0\n---\n')
+    done = run('tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run', here=True)
+    assert f'{n_vocab} tokens' in done.stdout
+    stopped = greedy(type(theirs).from_pretrained(tmp_path / 'hf'))
+    assert stopped[-1] == end and end not in stopped[prompt.size(1):-1]
+    text = run('sample.py', tmp_path / 'run', '--prompt', 'cats', '--temperature', 0, here=True)
+    assert text.stdout.strip('\n') == load_tokenizer(tmp_path / 'run').show(stopped[:-1])
+    run('tools.export_hf', tmp_path / 'run', here=True)
+    assert greedy(type(theirs).from_pretrained(tmp_path / 'run/hf')) == stopped
+    config = json.loads((tmp_path / 'run/hf/generation_config.json').read_text())
+    assert (config['bos_token_id'], config['eos_token_id']) == (1, end)
+    card = (tmp_path / 'run/hf/README.md').read_text()
+    assert card.startswith('---\nlicense: apache-2.0\nbase_model: hf\n') and '0 steps' not in card
+    run('tools.surgery', 'add_gates', tmp_path / 'run', '--out', tmp_path / 'gated', here=True)
+    assert read_checkpoint(tmp_path / 'gated')['base']['license'] == 'apache-2.0'
+    assert load_tokenizer(tmp_path / 'gated').stop == [end]
+
+
+def test_unknown_tokens(tmp_path, capsys):
+    from tokenizers import Tokenizer, models
+    vocab = {token: i for i, token in enumerate(['<unk>', 'a', 'b', '</s>'])}
+    package = Tokenizer(models.BPE(vocab, [], unk_token='<unk>'))
+    package.add_special_tokens(['<unk>', '</s>'])
+    tokenizer = hf_tokenizer(package.to_str().encode(), 3)
+    write_data_set(tmp_path / 'd', [('train', 'abab'), ('val', 'a+=b')], tokenizer)
+    splits = load_meta(tmp_path / 'd')['splits']
+    assert [splits[name]['unknown'] for name in ('train', 'val')] == [0, 2]
+    assert 'val.bin: 6 tokens, 1 documents, 1 words, 33.33% of' in capsys.readouterr().out
+
+
 # ---- Mistakes ------------------------------------------------------------------------------------
 
 def as_pickle(folder):
     (folder / 'model.safetensors.index.json').unlink()
     (folder / 'pytorch_model.bin').write_bytes(b'')
+
+
+def as_pointers(folder):
+    for file in folder.glob('*.safetensors'):
+        file.write_bytes(b'version https://git-lfs.github.com/spec/v1\noid sha256:')
 
 
 def cut_short(folder):
@@ -224,8 +320,10 @@ def cut_short(folder):
     (lambda folder: next(folder.glob('*.safetensors')).unlink(), {}, 'is the download complete?'),
     (as_pickle, {}, 'pickles (.bin), which run code'),
     (cut_short, {}, '.safetensors cannot be read'),
-    (None, dict(architectures=['Qwen2ForCausalLM']), 'is a Qwen2ForCausalLM; there is a place for'),
-    (None, dict(rope_parameters=dict(rope_type='llama3')), "rope_scaling = 'llama3' is not supp"),
+    (as_pointers, {}, 'git lfs pull'),
+    (None, dict(architectures=['Gemma2ForCausalLM']), 'is a Gemma2ForCausalLM; there is a place'),
+    (None, dict(architectures=[]), 'is a model without a name'),
+    (None, dict(rope_parameters=dict(rope_type='yarn')), "rope_scaling = 'yarn' is not supp"),
     (None, dict(attention_bias=True), 'attention_bias = True is not supported'),
     (None, dict(num_hidden_layers=1), 'has a tensor layers.1.'),
     (None, dict(intermediate_size=40), 'does not fit its config.json')])
@@ -245,6 +343,11 @@ def test_mistakes(damage, changes, hint, run, byte_data, tmp_path, monkeypatch):
 def test_mistakes_about_tokenizers(run, byte_data, tmp_path, monkeypatch):
     save_random(tmp_path / 'hf')
     into = ['tools.import_hf', tmp_path / 'hf', '--out', tmp_path / 'run']
+    old = tmp_path / 'hf/tokenizer.model'
+    old.write_bytes(b'\n\x0e')
+    assert 'save_pretrained' in run(*into, code=2).stderr
+    assert 'save_pretrained' in run(*into, '--tokenizer', old, code=2).stderr
+    old.unlink()
     assert 'no tokenizer.json: name a data set' in run(*into, code=2).stderr
     spec = dict(model=dict(type='BPE'), added_tokens=[], decoder=None)
     (tmp_path / 'hf/tokenizer.json').write_text(json.dumps(spec))

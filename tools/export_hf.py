@@ -7,10 +7,11 @@ Write a run as a Hugging Face model, for transformers, peft, lm-evaluation-harne
 
     AutoModelForCausalLM.from_pretrained('out/moep/hf', trust_remote_code=True)
 
-The folder holds the model's own file, untouched, a wrapper (tools/modeling_nanopaths.py), weights,
-tokenizer and a model card. It needs nothing of this project: copy it, or upload it. Adapters are
-merged. When it is written, it is loaded again: its logits and ids must be ours. Chunks of bytes,
-sentences and pauses are not exported: no tokenizer there makes them. docs/ecosystem.md says more.
+A run that is a plain GPT-2, Llama, Mistral, Qwen, Mixtral or OLMoE becomes transformers' own model.
+Another folder holds the model's own file, untouched, and a wrapper (tools/modeling_nanopaths.py).
+It needs nothing of this project: copy it, or upload it. Adapters are merged. When it is written, it
+is loaded again: its logits and ids must be ours. Chunks of bytes, sentences and pauses are not
+exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
 import json
@@ -22,7 +23,9 @@ import torch
 from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.settings import ROOT, import_model
-from plumbing.tokenizer import EOT, PATTERN, byte_letters
+from plumbing.tokenizer import EOT, PATTERN, byte_letters, load_meta
+from tools.import_hf import (FAMILIES, GPT2_SETTINGS, LLAMA_SETTINGS, MIXTRAL, SCALING, WINDOWS,
+                             gpt2_names, llama_names)
 from tools.lora import merge_lora
 
 # What every export is checked on: prose, code, runs of spaces, accents, emoji, a special token.
@@ -74,21 +77,83 @@ def tokenizer_json(tokenizer):
                            ignore_merges=True, vocab=vocab, merges=merges))
 
 
-def token_name(blob, i):
-    return next(t['content'] for t in json.loads(blob)['added_tokens'] if t['id'] == i)
+def token_name(spec, i):
+    names = {token['id']: token['content'] for token in spec['added_tokens']}
+    return names.get(i) or next(name for name, j in spec['model']['vocab'].items() if j == i)
+
+
+# ---- Architectures of transformers --------------------------------------------------------------
+
+def find_native(name, model):
+    """transformers' class for a run that is a plain GPT-2, or a Llama or one of its relatives."""
+    c = model.config
+    if name == 'moep' and not c.n_parallel and not c.swiglu:
+        return 'GPT2LMHeadModel'
+    if name != 'selfmoe' or model.gates:
+        return None
+    for architecture, (qkv_bias, qk_norm, mixture) in FAMILIES.items():
+        if (c.qkv_bias, c.qk_norm, c.n_expert > 1) == (qkv_bias, qk_norm, mixture is not None) \
+                and (c.gates_sum_to_1 or mixture != MIXTRAL) \
+                and (c.window is None or architecture in WINDOWS) \
+                and (qk_norm != 'width' or model.blocks[0].d_head * c.n_head == c.n_embd):
+            return architecture
+
+
+def native_config(architecture, model):
+    c = model.config
+    if architecture == 'GPT2LMHeadModel':
+        return {theirs: getattr(c, ours) for ours, theirs in GPT2_SETTINGS.items()}
+    experts, width, *_ = FAMILIES[architecture][2] or (None, 'intermediate_size')
+    block = model.blocks[0]
+    down = getattr(block.ffn.down, 'weight', block.ffn.down)
+    config = {theirs: getattr(c, ours) for ours, theirs in LLAMA_SETTINGS.items()} | {
+        'num_key_value_heads': c.n_kv_head, 'head_dim': block.d_head, 'sliding_window': c.window,
+        width: down.numel() // (c.n_expert * c.n_embd), 'rope_theta': c.rope_base}
+    if c.rope_scaling:
+        config['rope_scaling'] = dict(zip(SCALING, c.rope_scaling), rope_type='llama3')
+    if experts:
+        config |= {experts: c.n_expert, 'num_experts_per_tok': c.top_k,
+                   'norm_topk_prob': c.gates_sum_to_1}
+    return config
+
+
+def native_weights(architecture, model):
+    """What tools.import_hf joins, cut into theirs."""
+    c, ours, weights = model.config, model.state_dict(), {}
+
+    def cut(theirs, w):
+        if isinstance(theirs[0], list):
+            for names, part in zip(theirs, w.mT if w.dim() == 3 else [w.T]):
+                cut(names, part)
+        else:
+            is_qkv = len(theirs) == 3
+            shares = (c.n_head, c.n_kv_head, c.n_kv_head) if is_qkv else (1,) * len(theirs)
+            parts = w.split([len(w) // sum(shares) * share for share in shares])
+            weights.update({name: part.clone(memory_format=torch.contiguous_format)
+                            for name, part in zip(theirs, parts)})
+    if architecture in FAMILIES:
+        base, names = 'model', llama_names(FAMILIES[architecture], c.n_layer, c.n_expert)
+    else:
+        base, names = 'transformer', gpt2_names(c.n_layer)
+    for name, theirs in names.items():
+        cut(theirs, ours[name])
+    head = {} if c.tied else {'lm_head.weight': ours['head.weight'].clone()}
+    return {f'{base}.{name}': w for name, w in weights.items()} | head
 
 
 # ---- The files ----------------------------------------------------------------------------------
 
-def export(path, folder, bos=False):
+def export(path, folder, bos=False, ours=False):
     """One checkpoint -> the files of `folder`."""
+    import transformers
     from safetensors.torch import save_file
     model, ckpt = load_checkpoint(path)
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
+    architecture = None if ours else find_native(ckpt['model'], model)
     imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
-    ours = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
-    if {*imports} & ours:
+    files = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
+    if {*imports} & files:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
@@ -96,12 +161,16 @@ def export(path, folder, bos=False):
     if ckpt['adapted']:
         model = merge_lora(model)
     is_foreign = tokenizer.kind == 'hf'                  # imported
-    end = token_name(tokenizer.blob, tokenizer.eot) if is_foreign else EOT
-    special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), end)
-    ids = {f'{name}_id': tokenizer.eot for name in special}
     spec = tokenizer_json(tokenizer)
+    start, stop = tokenizer.eot, tokenizer.stop or [tokenizer.eot]
+    if load_meta(ckpt['folder'])['splits']:              # trained here, where a document ends so
+        stop = [*stop, *{start} - {*stop}]
+    end = token_name(spec, stop[0])
+    special = dict(bos_token=token_name(spec, start), eos_token=end, pad_token=end)
+    ids = dict(bos_token_id=start, eos_token_id=stop if stop[1:] else stop[0],
+               pad_token_id=stop[0])
     if bos:
-        spec['post_processor'] = start_token(end, tokenizer.eot)
+        spec['post_processor'] = start_token(special['bos_token'], start)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         'generation_config.json': ids,
@@ -114,15 +183,23 @@ def export(path, folder, bos=False):
             split_special_tokens=not is_foreign)}        # in a text <|endoftext|> is text, as here
     for name, content in files.items():
         write_indented(folder / name, content)
-    wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
-    wrapper = wrapper.replace(b'from .moep ', f'from .{source.stem} '.encode())
-    (folder / 'modeling_nanopaths.py').write_bytes(wrapper)
-    (folder / 'README.md').write_text(model_card(model, ckpt), encoding='utf-8')
-    for file in (source, ROOT / 'LICENSE'):
-        (folder / file.name).write_bytes(file.read_bytes())
-    weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
+    (folder / 'README.md').write_text(model_card(model, ckpt, architecture), encoding='utf-8')
+    if architecture:
+        weights, config = native_weights(architecture, model), native_config(architecture, model)
+        config |= dict(
+            architectures=[architecture], vocab_size=model.config.vocab_size, dtype='float32',
+            model_type=getattr(transformers, architecture).config_class.model_type,
+            tie_word_embeddings=model.config.tied)
+    else:
+        wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
+        wrapper = wrapper.replace(b'from .moep ', f'from .{source.stem} '.encode())
+        (folder / 'modeling_nanopaths.py').write_bytes(wrapper)
+        for file in (source, ROOT / 'LICENSE'):
+            (folder / file.name).write_bytes(file.read_bytes())
+        weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
+        config = hf_config(model, ckpt)
     save_file(weights, folder / 'model.safetensors', metadata=dict(format='pt'))
-    write_indented(folder / 'config.json', hf_config(model, ckpt) | ids)
+    write_indented(folder / 'config.json', config | ids)
     return model, tokenizer
 
 
@@ -148,18 +225,26 @@ def hf_config(model, ckpt):
 
 # ---- The model card -----------------------------------------------------------------------------
 
-def model_card(model, ckpt):
+def model_card(model, ckpt, architecture):
     """README.md of the folder."""
     total, active = model.count_params()
     summary = (import_model(ckpt['model']).__doc__ or '').strip().split('\n')[0]
+    base = ckpt.get('base')
+    history = f"\nTrained for {ckpt['iter']:,} steps on {ckpt['words']:,.0f} words of " \
+        f"`{ckpt['settings']['data']}`." if ckpt['iter'] else ''
+    if base:
+        history = f"\nIt began as {base['base_model']}, whose licence holds.{history}"
     file = ckpt['model'].removeprefix('arena.')
-    return CARD.format(title=Path(ckpt['folder']).name, file=file, summary=summary,
-                       total=total, active=active, context=model.config.block_size,
-                       data=ckpt['settings']['data'], steps=ckpt['iter'], words=ckpt['words'])
+    return CARD.format(
+        title=Path(ckpt['folder']).name, summary=f'A {architecture}.' if architecture else summary,
+        base='\n'.join(f'{key}: {v}' for key, v in (base or dict(license='mit')).items()),
+        total=total, active=active, context=model.config.block_size, history=history,
+        code='' if architecture else ', trust_remote_code=True',
+        files='' if architecture else FILES.format(file=file))
 
 
 CARD = """---
-license: mit
+{base}
 library_name: transformers
 pipeline_tag: text-generation
 tags: [nanopaths]
@@ -169,19 +254,21 @@ tags: [nanopaths]
 
 {summary}
 
-{total:,} parameters, {active:,} active per token; a context of {context:,} tokens. Trained for
-{steps:,} steps on {words:,.0f} words of `{data}`.
+{total:,} parameters, {active:,} active per token; a context of {context:,} tokens.{history}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(FOLDER{code})
+tokenizer = AutoTokenizer.from_pretrained(FOLDER{code})
 ids = tokenizer('Once upon a time', return_tensors='pt')
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 ```
-
+{files}
+The text that the model was trained on has a licence of its own.
+"""
+FILES = """
 `{file}.py` is the model, in one file that you can read. `modeling_nanopaths.py` is a thin wrapper.
-Licence: both files are MIT. The text that the model was trained on has a licence of its own.
+Both files are MIT.
 """
 
 
@@ -195,12 +282,14 @@ def check(folder, model, tokenizer):
     their_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = tokenizer.encode(SAMPLE)
     idx = torch.tensor([ids[:model.config.block_size]])
-    difference = (theirs(idx).logits - model(idx)[0]).abs().max().item()
+    logits = model(idx)[0]
+    difference, largest = (theirs(idx).logits - logits).abs().max().item(), logits.abs().max()
     their_ids = their_tokenizer(SAMPLE, add_special_tokens=False)['input_ids']
-    if their_ids != ids or not difference <= 1e-5:
+    if their_ids != ids or not difference <= 1e-5 * max(1, largest):
         (folder / 'config.json').unlink()                # so that nobody takes it for the model
         raise UserError(f'{folder}: it gives other ids than ours, or logits that differ by '
-                        f'{difference:.1e}; please report this')
+                        f'{difference:.1e}: if you have edited the model, add --ours; else please '
+                        'report this')
     return difference
 
 
@@ -212,6 +301,8 @@ def main():
                         help='also write a folder for each ckpt_<words>.pt, as BabyLM names them')
     parser.add_argument('--bos', action='store_true',
                         help='the tokenizer puts the start token, end-of-text, in front of a text')
+    parser.add_argument('--ours', action='store_true',
+                        help="our model file, also where transformers has a class that is the same")
     args = parser.parse_args()
     import transformers                                  # for this tool alone, and safetensors
     transformers.utils.logging.set_verbosity_error()
@@ -225,7 +316,7 @@ def main():
         paths += home.glob('ckpt_*.pt')
     for path in paths:
         folder = out / path.stem.replace('ckpt', 'chck') if path.match('ckpt_*.pt') else out
-        difference = check(folder, *export(path, folder, args.bos))
+        difference = check(folder, *export(path, folder, args.bos, args.ours))
         print(f'{folder}: the same ids, the same logits (largest difference {difference:.2g})')
 
 

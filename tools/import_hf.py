@@ -5,17 +5,18 @@ Read a model in Hugging Face's format, trained elsewhere, as a run that every sc
     python -m tools.import_hf HuggingFaceTB/SmolLM2-135M --out out/smollm     # a name: downloaded
     python sample.py out/tinyllama --prompt "Once upon a time"
 
-    architecture                    becomes
-    GPT2LMHeadModel                 moep.py, without parallel layers
-    LlamaForCausalLM, Mistral...    selfmoe.py; with --model papaformer its plain LLaMA
-    MixtralForCausalLM              selfmoe.py's mixture
-    ModuleFormerForCausalLM         moduleformer.py (IBM's MoLM)
+    architecture                            becomes
+    GPT2LMHeadModel                         moep.py, without parallel layers
+    Llama, Mistral, Qwen2, Qwen3            selfmoe.py; a Llama with --model papaformer its LLaMA
+    Mixtral, Qwen3-MoE, OLMoE               selfmoe.py's mixture
+    ModuleFormerForCausalLM                 moduleformer.py (IBM's MoLM)
 
 The folder has config.json, .safetensors files and tokenizer.json. Nothing in it is executed: no
 code, no pickle. Weights keep their precision until they train. docs/weights.md says how to go on.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -25,18 +26,20 @@ import torch
 from plumbing.checkpoint import copy_model, write_checkpoint
 from plumbing.cli import Parser, UserError, new_file, reading, run_main, write_json
 from plumbing.settings import Settings, import_model, make_config
-from plumbing.tokenizer import choose_tokenizer, json_tokenizer
+from plumbing.tokenizer import CONVERT, choose_tokenizer, json_tokenizer
 
 # safetensors' names: as numpy maps the bytes, as torch reads them
 DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
               BF16=('int16', torch.bfloat16))
+# What is downloaded: not Mistral's consolidated.safetensors, for instance
+FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
 # Masks and tables that old files hold and no model needs
 BUFFERS = r'(attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
 
 # ---- The folder ---------------------------------------------------------------------------------
 
-def find_folder(name):
+def find_folder(name, revision=None):
     """A folder, or a model's name on Hugging Face's hub, whose files are downloaded once."""
     if Path(name).is_dir():
         return Path(name)
@@ -44,7 +47,7 @@ def find_folder(name):
         raise UserError(f'there is no folder {name}')
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(name, allow_patterns=['*.json', '*.safetensors']))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
     except Exception as error:                           # no such name, no network, no package
         reason = str(error).partition('\n')[0] or type(error).__name__
         raise UserError(f'there is no folder {name}, and no download of that name ({reason})')
@@ -81,6 +84,9 @@ class Tensors:
         for path in find_shards(folder):
             with reading(path), open(path, 'rb') as file:
                 size = int.from_bytes(file.read(8), 'little')
+                if size > path.stat().st_size:
+                    raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
+                                    'them: git lfs pull')
                 header = json.loads(file.read(size))
                 header.pop('__metadata__', None)
                 for name, entry in header.items():
@@ -99,12 +105,26 @@ class Tensors:
         with reading(path):
             return torch.from_numpy(np.memmap(path, as_numpy, 'c', first, shape)).view(as_torch)
 
-    def take_head(self, config):
-        """The output head, or None if it is the embedding."""
-        if 'lm_head.weight' not in self.places:
-            return None
-        head = self.take('lm_head.weight')
-        return None if config.get('tie_word_embeddings') else head
+    def is_tied(self, config, embedding):
+        """Whether the embedding is the head. Then either name may be missing in the file."""
+        is_tied = 'lm_head.weight' not in self.places or bool(config.get('tie_word_embeddings'))
+        if is_tied and 'lm_head.weight' in self.places:
+            self.places.setdefault(embedding, self.places.pop('lm_head.weight'))
+        return is_tied
+
+    def take_all(self, names, config):
+        """Our tensors by name, of {ours: theirs}, and whether embedding and head are one."""
+        is_tied = self.is_tied(config, *names['wte.weight'])
+        if not is_tied:
+            names = names | {'head.weight': ['lm_head.weight']}
+        return {ours: self.join(theirs) for ours, theirs in names.items()}, is_tied
+
+    def join(self, theirs):
+        if isinstance(theirs[0], list):
+            parts = [self.join(names).T for names in theirs]
+            return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
+        parts = [self.take(name) for name in theirs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def check_empty(self):
         left = [name for name in self.places if not re.search(BUFFERS, name)]
@@ -120,78 +140,109 @@ def require(config, **supported):
                             f"{' or '.join(map(repr, values))}")
 
 
-# ---- The architectures. Each: config.json and tensors -> our file, its config, its weights -------
+# ---- The architectures. Names and settings serve tools/export_hf.py, too -------------------------
 
-def read_gpt2(c, tensors, model):
-    D = c['n_embd']
-    require(c, activation_function=['gelu_new', 'gelu_pytorch_tanh'], n_inner=[None, 4 * D],
-            layer_norm_epsilon=[1e-5], scale_attn_weights=[True],
+# Of GPT-2 and Llama, our settings: theirs
+GPT2_SETTINGS = dict(block_size='n_positions', n_layer='n_layer', n_head='n_head', n_embd='n_embd')
+LLAMA_SETTINGS = dict(
+    block_size='max_position_embeddings', n_layer='num_hidden_layers', n_head='num_attention_heads',
+    n_embd='hidden_size', norm_eps='rms_norm_eps')
+SCALING = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
+# What a mixture calls its number of experts, their width, and its parts: all of it, gate, up, down
+MIXTRAL = 'num_local_experts', 'intermediate_size', 'block_sparse_moe', 'w1', 'w3', 'w2'
+OLMOE = 'num_experts', 'intermediate_size', 'mlp', 'gate_proj', 'up_proj', 'down_proj'
+QWEN3 = 'num_experts', 'moe_intermediate_size', *OLMOE[2:]
+FAMILIES = dict(                                         # qkv_bias, qk_norm, names of a mixture
+    LlamaForCausalLM=(False, 'none', None), MistralForCausalLM=(False, 'none', None),
+    Qwen2ForCausalLM=(True, 'none', None), Qwen3ForCausalLM=(False, 'head', None),
+    MixtralForCausalLM=(False, 'none', MIXTRAL), Qwen3MoeForCausalLM=(False, 'head', QWEN3),
+    OlmoeForCausalLM=(False, 'width', OLMOE))
+WINDOWS = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what transformers assumes
+
+
+def gpt2_names(n_layer):
+    """{our tensor: theirs}, as llama_names: theirs are (in, out), ours (out, in)."""
+    names = {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
+             'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias']}
+    parts = dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
+                 fc='mlp.c_fc', down='mlp.c_proj')
+    for i in range(n_layer):
+        for ours, theirs in parts.items():
+            weight = [f'h.{i}.{theirs}.weight']
+            names[f'first.{i}.{ours}.weight'] = weight if 'norm' in ours else [weight]
+            names[f'first.{i}.{ours}.bias'] = [f'h.{i}.{theirs}.bias']
+    return names
+
+
+def llama_names(family, n_layer, n_expert):
+    """{our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one
+    per expert, each is transposed, and ours is the stack."""
+    qkv_bias, qk_norm, mixture = family
+    names = {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight']}
+    for i in range(n_layer):
+        layer = f'layers.{i}'
+        block = {'norm_1.weight': [f'{layer}.input_layernorm.weight'],
+                 'norm_2.weight': [f'{layer}.post_attention_layernorm.weight'],
+                 'qkv.weight': [f'{layer}.self_attn.{z}_proj.weight' for z in 'qkv'],
+                 'proj.weight': [f'{layer}.self_attn.o_proj.weight']}
+        if qkv_bias:
+            block['qkv.bias'] = [f'{layer}.self_attn.{z}_proj.bias' for z in 'qkv']
+        if qk_norm != 'none':
+            block |= {f'norm_{z}.weight': [f'{layer}.self_attn.{z}_norm.weight'] for z in 'qk'}
+        if mixture:
+            *_, home, gate, up, down = mixture
+            experts = [f'{layer}.{home}.experts.{e}' for e in range(n_expert)]
+            block |= {'ffn.router.linear.weight': [f'{layer}.{home}.gate.weight'],
+                      'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
+                      'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
+        else:
+            block |= {'ffn.fc.weight': [f'{layer}.mlp.{z}_proj.weight' for z in ('gate', 'up')],
+                      'ffn.down.weight': [f'{layer}.mlp.down_proj.weight']}
+        names |= {f'blocks.{i}.{ours}': theirs for ours, theirs in block.items()}
+    return names
+
+
+# Each: config.json, tensors and the architecture's name -> our file, its weights, its config
+
+def read_gpt2(c, tensors, name):
+    require(c, activation_function=['gelu_new', 'gelu_pytorch_tanh'],
+            n_inner=[None, 4 * c['n_embd']], layer_norm_epsilon=[1e-5], scale_attn_weights=[True],
             scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
-    names = {'ln_1': 'norm_1', 'ln_2': 'norm_2', 'attn.c_attn': 'qkv', 'attn.c_proj': 'proj',
-             'mlp.c_fc': 'fc', 'mlp.c_proj': 'down'}
-    weights = {name.replace('ln_', 'norm_'): tensors.take(name)
-               for name in ('wte.weight', 'wpe.weight', 'ln_f.weight', 'ln_f.bias')}
-    for i in range(c['n_layer']):
-        for theirs, ours in names.items():
-            weight = tensors.take(f'h.{i}.{theirs}.weight')
-            weights[f'first.{i}.{ours}.weight'] = weight.t().contiguous()    # theirs are (in, out)
-            weights[f'first.{i}.{ours}.bias'] = tensors.take(f'h.{i}.{theirs}.bias')
-    head = tensors.take_head(c)
-    if head is not None:
-        weights['head.weight'] = head
-    return 'moep', weights, dict(
-        block_size=c['n_positions'], n_layer=c['n_layer'], n_head=c['n_head'], n_embd=D,
-        n_parallel=0, tied=head is None)
+    keys = {ours: c[theirs] for ours, theirs in GPT2_SETTINGS.items()}
+    weights, tied = tensors.take_all(gpt2_names(c['n_layer']), c)
+    return 'moep', weights, dict(keys, n_parallel=0, tied=tied)
 
 
-def read_llama(c, tensors, model):
-    """Llama, Mistral, Mixtral."""
+def read_llama(c, tensors, name):
+    """Llama and its relatives."""
+    qkv_bias, qk_norm, mixture = family = FAMILIES[name]
     rope = c.get('rope_parameters') or c.get('rope_scaling') or {}
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    require(dict(c, rope_scaling=kind), rope_scaling=['default'], hidden_act=['silu'],
-            attention_bias=[False], mlp_bias=[False])
-    head = tensors.take_head(c)
-    weights = {'wte.weight': tensors.take('embed_tokens.weight'),
-               'norm_f.weight': tensors.take('norm.weight')}
-    if head is not None:
-        weights['head.weight'] = head
-    n_expert = c['num_local_experts'] if 'Mixtral' in c['architectures'][0] else 1
-    for i in range(c['num_hidden_layers']):
-        take = lambda name, i=i: tensors.take(f'layers.{i}.{name}.weight')
-        block = dict(norm_1=take('input_layernorm'), norm_2=take('post_attention_layernorm'),
-                     qkv=torch.cat([take(f'self_attn.{name}_proj') for name in 'qkv']),
-                     proj=take('self_attn.o_proj'))
-        if n_expert == 1:
-            block['ffn.fc'] = torch.cat((take('mlp.gate_proj'), take('mlp.up_proj')))
-            block['ffn.down'] = take('mlp.down_proj')
-        else:
-            expert = [f'block_sparse_moe.experts.{e}.w' for e in range(n_expert)]
-            block['ffn.router.linear'] = take('block_sparse_moe.gate')
-            fc = [torch.cat((take(f'{w}1'), take(f'{w}3'))).T for w in expert]   # ours: (in, out)
-            weights[f'blocks.{i}.ffn.fc'] = torch.stack(fc)
-            weights[f'blocks.{i}.ffn.down'] = torch.stack([take(f'{w}2').T for w in expert])
-        weights |= {f'blocks.{i}.{name}.weight': weight for name, weight in block.items()}
+    require(dict(c, rope_scaling=kind), rope_scaling=['default', 'llama3'], hidden_act=['silu'],
+            attention_bias=[False], mlp_bias=[False], use_sliding_window=[False], clip_qkv=[None],
+            mlp_only_layers=[[]], decoder_sparse_step=[1])
+    n_expert = c.get('num_experts', c.get('num_local_experts')) if mixture else 1
+    weights, tied = tensors.take_all(llama_names(family, c['num_hidden_layers'], n_expert), c)
     n_head = c['num_attention_heads']
-    windows = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what transformers assumes
-    name, = c['architectures']
-    keys = dict(
-        block_size=c['max_position_embeddings'], n_layer=c['num_hidden_layers'], n_head=n_head,
-        n_kv_head=c.get('num_key_value_heads') or n_head, n_embd=c['hidden_size'],
-        d_head=c.get('head_dim') or c['hidden_size'] // n_head, ffn_hidden=c['intermediate_size'],
-        n_expert=n_expert, top_k=c.get('num_experts_per_tok', 1), norm_eps=c['rms_norm_eps'],
+    return 'selfmoe', weights, {ours: c[theirs] for ours, theirs in LLAMA_SETTINGS.items()} | dict(
+        n_kv_head=c.get('num_key_value_heads') or n_head,
+        d_head=c.get('head_dim') or c['hidden_size'] // n_head,
+        ffn_hidden=c[mixture[1] if mixture else 'intermediate_size'], n_expert=n_expert,
+        top_k=c['num_experts_per_tok'] if mixture else 1,
+        gates_sum_to_1=mixture in (None, MIXTRAL) or c.get('norm_topk_prob', False),
         rope_base=float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
-        window=c.get('sliding_window', windows[name]) if name in windows else None,
-        tied=head is None)
-    return ('papaformer', *as_papaformer(weights, **keys)) if model == 'papaformer' \
-        else ('selfmoe', weights, keys)
+        rope_scaling=[rope[key] for key in SCALING] if kind == 'llama3' else None,
+        window=c.get('sliding_window', WINDOWS[name]) if name in WINDOWS else None,
+        qkv_bias=qkv_bias, qk_norm=qk_norm, tied=tied)
 
 
-def as_papaformer(weights, n_kv_head, d_head, n_expert, top_k, window, tied, **keys):
-    """What selfmoe.py has and papaformer.py has not is written out, or refused."""
-    n_head, D = keys['n_head'], keys['n_embd']
-    if n_expert > 1 or n_head * d_head != D:
-        raise UserError('papaformer.py has no experts and no heads of another width: omit --model')
-    if tied:
+def as_papaformer(weights, c):
+    """A Llama of selfmoe.py as papaformer.py's: what that has not is written out, or refused."""
+    n_head, n_kv_head, d_head, D = c['n_head'], c['n_kv_head'], c['d_head'], c['n_embd']
+    if n_head * d_head != D or c['rope_scaling'] or c['qkv_bias'] or c['qk_norm'] != 'none' \
+            or c['n_expert'] > 1:
+        raise UserError('papaformer.py is a plain Llama, and this model is not: omit --model')
+    if c['tied']:
         weights['head.weight'] = weights['wte.weight'].clone()
     renamed = {}
     for name, weight in weights.items():
@@ -201,11 +252,13 @@ def as_papaformer(weights, n_kv_head, d_head, n_expert, top_k, window, tied, **k
                    for w in shared]
             weight = torch.cat((q, *(w.flatten(0, 1) for w in own)))
         renamed[name.replace('blocks.', 'first.').replace('.ffn.', '.')] = weight
-    keys['block_size'] = min(keys['block_size'], window or keys['block_size'])
-    return renamed, dict(keys, n_parallel=0)
+    keys = {key: c[key] for key in ('n_layer', 'n_head', 'n_embd', 'ffn_hidden', 'norm_eps',
+                                    'rope_base')}
+    return 'papaformer', renamed, dict(
+        keys, n_parallel=0, block_size=min(c['block_size'], c['window'] or c['block_size']))
 
 
-def read_molm(c, tensors, model):
+def read_molm(c, tensors, name=None):
     """IBM's MoLM."""
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
             k_mlp=[c['k_att']])
@@ -218,10 +271,11 @@ def read_molm(c, tensors, model):
                   f'{theirs}.gate.w_gate.0.weight': f'{ours}.router.B.weight',
                   f'{theirs}.gate.w_gate.0.bias': f'{ours}.router.B.bias',
                   f'{theirs}.gate.w_gate.3.weight': f'{ours}.router.A.weight'}
+    tied = tensors.is_tied(c, 'wte.weight')
     weights = {name.replace('ln_', 'norm_'): tensors.take(name)
                for name in ('wte.weight', 'ln_f.weight', 'ln_f.bias')}
-    head = tensors.take_head(c)
-    weights['head.weight'] = weights['wte.weight'].clone() if head is None else head    # untied
+    weights['head.weight'] = weights['wte.weight'].clone() if tied \
+        else tensors.take('lm_head.weight')              # ours is untied
     for i in range(c['n_layer']):
         for theirs, ours in names.items():
             weights[f'blocks.{i}.{ours}'] = tensors.take(f'h.{i}.{theirs}')
@@ -235,9 +289,8 @@ def read_molm(c, tensors, model):
         identity_kv=identity_kv, released=True)
 
 
-READERS = dict(GPT2LMHeadModel=read_gpt2, LlamaForCausalLM=read_llama,
-               MistralForCausalLM=read_llama, MixtralForCausalLM=read_llama,
-               ModuleFormerForCausalLM=read_molm)
+READERS = dict(GPT2LMHeadModel=read_gpt2, ModuleFormerForCausalLM=read_molm,
+               **dict.fromkeys(FAMILIES, read_llama))
 
 
 # ---- The run's folder ---------------------------------------------------------------------------
@@ -245,14 +298,17 @@ READERS = dict(GPT2LMHeadModel=read_gpt2, LlamaForCausalLM=read_llama,
 def read_model(folder, model=None):
     """-> the name of our file, and a model with the folder's weights, in their precision."""
     config = read_json(folder / 'config.json')
-    name, = config.get('architectures') or ['']
+    names = config.get('architectures') or ['']
+    name = next((name for name in names if name in READERS), names[0])
     if name not in READERS:
         raise UserError(f"{folder} is a {name or 'model without a name'}; there is a place for "
                         f"{', '.join(READERS)}")
     tensors = Tensors(folder)
     with reading(folder / 'config.json'):                # a key may be missing
-        file, weights, keys = READERS[name](config, tensors, model)
+        file, weights, keys = READERS[name](config, tensors, name)
     tensors.check_empty()
+    if (file, model) == ('selfmoe', 'papaformer'):
+        file, weights, keys = as_papaformer(weights, keys)
     if model not in (None, file):
         raise UserError(f'a {name} becomes a model of {file}.py, not of {model}.py')
     module = import_model(file)
@@ -266,16 +322,40 @@ def read_model(folder, model=None):
     return file, ours
 
 
-def read_tokenizer(folder, name=None):
-    if name:
-        return choose_tokenizer(name)
+def read_tokenizer(folder, n_vocab):
+    """tokenizer.json, and the ids that end a text."""
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise UserError(f'{folder} has no tokenizer.json: name a data set that has the '
+        hint = f' (or make one: {CONVERT})' if (folder / 'tokenizer.model').exists() else ''
+        raise UserError(f'{folder} has no tokenizer.json{hint}: name a data set that has the '
                         "model's tokenizer, --tokenizer data/NAME, or --tokenizer gpt2")
-    end = read_json(folder / 'config.json').get('eos_token_id')
+    spec = read_json(path)
     with reading(path):
-        return json_tokenizer(path.read_bytes(), end[0] if isinstance(end, list) else end)
+        known = [token for token in spec['added_tokens'] if token['id'] < n_vocab]
+        blob = path.read_bytes()
+        if known != spec['added_tokens']:                # such as a pad token without a row
+            blob = json.dumps(spec | dict(added_tokens=known)).encode()
+        stop = read_ends(folder)
+        tokenizer = json_tokenizer(blob, *stop[:1])
+        tokenizer.stop = [i for i in stop if i < tokenizer.n_vocab]
+        return tokenizer
+
+
+def read_ends(folder):
+    for path in (folder / 'generation_config.json', folder / 'config.json'):
+        ends = read_json(path).get('eos_token_id') if path.is_file() else None
+        if ends is not None:
+            return ends if isinstance(ends, list) else [ends]
+    return []
+
+
+def read_licence(folder):
+    """As the front of its model card names it."""
+    card = folder / 'README.md'
+    text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
+    front = re.match(r'---\n(.*?)\n---', text, re.DOTALL)
+    found = re.search(r'^license: *(\S+)', front[1], re.MULTILINE) if front else None
+    return found[1] if found else 'unknown'
 
 
 def write_run(out, file, model, tokenizer, source):
@@ -296,17 +376,22 @@ def main():
     parser.add_argument('--out', required=True, help='the run folder to write, such as out/llama')
     parser.add_argument('--model', help='papaformer: read a Llama as its plain LLaMA')
     parser.add_argument('--tokenizer', help='instead of tokenizer.json: gpt2, data/NAME, ...')
+    parser.add_argument('--revision', help='of the download: a branch, a tag or a commit')
     args = parser.parse_args()
     out = Path(args.out)
     if any(out.glob('ckpt*.pt')):
         raise UserError(f'{out} holds a run already: remove it, or name another --out')
-    folder = find_folder(args.source)
-    tokenizer = read_tokenizer(folder, args.tokenizer)
+    folder = find_folder(args.source, args.revision)
+    n_vocab = read_json(folder / 'config.json').get('vocab_size', math.inf)
+    tokenizer = choose_tokenizer(args.tokenizer) if args.tokenizer \
+        else read_tokenizer(folder, n_vocab)
     file, model = read_model(folder, args.model)
+    name = folder.resolve().name if Path(args.source).is_dir() else args.source
+    model.base = dict(license=read_licence(folder), base_model=name)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise UserError(f'the tokenizer has {tokenizer.n_vocab:,} tokens, the model only '
                         f'{model.config.vocab_size:,}: name another with --tokenizer')
-    write_run(out, file, model, tokenizer, folder.resolve().name)
+    write_run(out, file, model, tokenizer, Path(name).name)
     total, _ = model.count_params()
     print(f'{out}: {file}, {total / 1e6:,.2f}M parameters in {model.wte.weight.dtype}, '
           f'{tokenizer.n_vocab:,} tokens, a context of {model.config.block_size:,}')

@@ -117,6 +117,12 @@ class Past:
     def get_seq_length(self, layer=0):
         return self.n_read
 
+    def reorder_cache(self, beams):
+        """Beam search goes on from these rows."""
+        self.ids = self.ids[beams]
+        pick = lambda part: part[beams] if len(part) == len(beams) else part     # one for all rows
+        self.cache = [tuple(map(pick, entry)) for entry in self.cache]
+
     def extend(self, model, new):
         """Logits of new tokens. As `generate` in the model's file: a full cache restarts from its
         last half."""

@@ -140,6 +140,7 @@ def main():
     before = ' + '.join(human(model.count_params()[0]) for model in models)
     torch.manual_seed(args.seed)
     model, table = operate(function, models, options | text, machine)
+    model.base = models[0].base
     if args.freeze:
         freeze_old(model, ckpts)
 
