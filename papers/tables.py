@@ -425,6 +425,11 @@ def arena(track):
                    row['against the dense entry'].split(',')[0])
 
 
+def toy_minutes():
+    """Track toy's class of minutes"""
+    return (join(*cells) for cells in leaderboard.minutes_table('toy', [RESULTS]))
+
+
 def without_copies():
     """Track baby's best on its text, which has copies of validation lines, and without them."""
     seen, clean = (group(read(name), 'entry') for name in ('arena_baby', 'arena_clean'))

@@ -109,6 +109,31 @@ def test_a_race_goes_on_after_a_stop(home, called, monkeypatch):
     assert called == [] and tables == go(home, 'gpt2', 'mine', '--table')
 
 
+def test_minutes(home, called, monkeypatch):
+    """Equal time: an entry whose steps take 1.5 times as long takes two thirds of them. The dense
+    entry runs for all budgets, once. Its curve says how long it must train for a loss."""
+    monkeypatch.setitem(ENTRIES['toy'], 'dense_muon', TINY | dict(learning_rate=2e-2))
+    times = iter([1.0, 1.5])
+    monkeypatch.setattr(arena, 'relative_time', lambda *args: next(times))
+    table = go(home, 'mine', '--minutes', '--seeds=1,2')
+    dense = {(row['seed'], row['budget']): row for row in rows(home, 'arena_toy_minutes')
+             if row['entry'] == 'dense_muon'}
+    steps = {key: row['tokens'] / 64 for key, row in dense.items()}
+    assert steps == {(1, 0.5): 3, (1, 1): 6, (2, 1): 6, (1, 1.5): 9, (1, 2): 12}
+    mine = [row for row in rows(home, 'arena_toy_minutes') if row['entry'] == 'mine']
+    assert [row['tokens'] / 64 for row in mine] == [4, 4] and mine[0]['time'] == 1.5
+    called.clear()
+    assert go(home, 'mine', '--minutes', '--seeds=1,2') == table and called == []
+    curve = {0.5: 4.0, 1: 3.0, 2: 2.0}
+    speedups = [leaderboard.effective_speedup(bits, curve) for bits in (5, 4, 3, 2.5, 1.9)]
+    assert speedups == ['below 0.5', '0.50', '1.00', '1.41', 'over 2']
+
+
+def test_relative_time():
+    assert arena.relative_time(TINY, TINY, 'toy') == 1
+    assert arena.relative_time(TINY | dict(n_layer=2), TINY, 'toy', repeat=1) > 0
+
+
 def test_stages(home, called):
     """Two on halves of the text, their composition, which is made once, and its training. Costs are
     added up, the scores are the last one's."""
