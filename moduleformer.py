@@ -27,6 +27,8 @@ Departures that change a number (docs/moduleformer.md has all of them):
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width
 (d_att, d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
+
+Next to read: stlm.py.
 """
 
 import math

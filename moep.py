@@ -24,6 +24,8 @@ Departures from the paper, and gaps it leaves (docs/moep.md has more):
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
 P blocks, E choices of a router (P, or n_expert), K chosen per token, R rows (at most N*K), F hidden
 width.
+
+Next to read: arena/dense.py.
 """
 
 import math

@@ -27,6 +27,8 @@ Departures that change a number (docs/papaformer.md has all of them):
 
 Dimension letters: B batch, T sequence, N = B*T tokens, D width (d_L: Layer Block, d': path),
 H heads, d width of a head, k paths.
+
+Next to read: moduleformer.py.
 """
 
 import math

@@ -24,6 +24,8 @@ Departures that change a number (docs/selfmoe.md has all of them):
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
 tokens, D width, H heads, d width of a head, E experts, K chosen per token, R rows (at most N*K),
 F hidden width.
+
+Next to read: papaformer.py.
 """
 
 import math

@@ -24,6 +24,8 @@ Departures that change a number (docs/stlm.md has all of them):
 
 Dimension letters: B batch, T sequence (tokens, symbols or the core's vectors), C chunks, L slots of
 a chunk, D width, d width of the byte parts or of one head, H heads, V vocabulary.
+
+Next to read: stlm_depth.py.
 """
 
 import math

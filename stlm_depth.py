@@ -26,6 +26,8 @@ Departures that change a number (docs/stlm_depth.md has all of them):
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
 H heads, V vocabulary, L layers, E of them that draft, n drafts.
+
+The last of the seven; the first is moep.py.
 """
 
 import math

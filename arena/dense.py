@@ -27,6 +27,8 @@ Choices, and their reasons:
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
 width of a head, E experts, K chosen per token, R rows (at most N*K), F hidden width.
+
+Next to read: selfmoe.py.
 """
 
 import math
