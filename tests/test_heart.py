@@ -14,8 +14,8 @@ FOLDERS = ['config', 'plumbing', 'tests']
 FILES = ['README.md', 'pyproject.toml', 'requirements.txt']
 # Tests that need a room and have not moved into it yet
 OF_ROOMS = [f'test_{name}.py' for name in (
-    'arena', 'arena_routers', 'bench', 'compare', 'dense', 'explore', 'export_hf', 'gpu',
-    'import_hf', 'live', 'muon', 'results', 'rows', 'tour')]
+    'arena', 'arena_routers', 'bench', 'compare', 'dense', 'explore', 'export_hf',
+    'import_hf', 'live', 'results', 'tour')]
 
 
 @pytest.fixture(scope='module')

@@ -8,15 +8,12 @@ import torch.nn as nn
 
 import moep
 import papaformer
+import selfmoe
 import stlm
 import train
-from arena import dense
 from plumbing.machine import Machine
 from plumbing.muon import MOMENTUM, QUINTIC, Muon, orthogonal
 from plumbing.settings import Settings
-from tools import lora
-
-SMALL = dict(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, n_expert=4, top_k=2)
 
 
 @pytest.mark.parametrize('shape', [(1, 8, 8), (3, 12, 5), (2, 5, 12)])
@@ -78,7 +75,8 @@ def test_step(as_tensor, compiled):
 
 
 @pytest.mark.parametrize('model, by_adamw', [
-    (dense.Model(dense.Config(**SMALL)), {'wte', 'router'}),
+    (selfmoe.Model(selfmoe.Config(vocab_size=50, n_embd=16, n_head=2, n_kv_head=2, n_expert=4,
+                                  tied=True)), {'wte', 'router'}),
     (moep.Model(moep.Config(block_size=16, n_embd=12, n_embd_parallel=6)),
      {'wte', 'wpe', 'router'}),
     (papaformer.Model(papaformer.Config(vocab_size=50, connection='gumbel1')),
@@ -101,11 +99,3 @@ def test_an_embedding_of_any_name():
     groups = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu')).param_groups
     assert [len(group['params']) for group in groups] == [1, 0, 1]
     assert groups[0]['params'][0] is model['words'].weight
-
-
-def test_adapters_stay_with_adamw():
-    """LoRA's factors are (in, rank) and (rank, out), not (out, in); all else is frozen."""
-    model = lora.add_lora(dense.Model(dense.Config(**SMALL)))
-    groups = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu')).param_groups
-    adapters, _, by_muon = [group['params'] for group in groups]
-    assert adapters and not by_muon

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+import train
+from plumbing.machine import Machine
+from plumbing.settings import Settings
 from test_contract import build, text
 from tools.lora import add_lora, merge_lora
 
@@ -169,3 +172,11 @@ def test_compiled(compile_model):
     compiled = compile_model(model, backend='eager', fullgraph=True)
     x = text(model)
     torch.testing.assert_close(compiled(x)[0], model(x)[0])
+
+
+def test_adapters_stay_with_adamw():
+    """LoRA's factors are (in, rank) and (rank, out), not (out, in); all else is frozen."""
+    groups = train.make_optimizer(add_lora(make('mixture')), Settings(optimizer='muon'),
+                                  Machine('cpu')).param_groups
+    adapters, _, by_muon = [group['params'] for group in groups]
+    assert adapters and not by_muon
