@@ -201,8 +201,8 @@ def add_differences(columns):
             sentences.append(f"{column['name']} against {first['name']}: {name} {difference:+.4f}, "
                              f'{verdict(ours, theirs)}')
     if others and max(len(losses) for c in columns for losses in c['losses'].values() or [[]]) < 2:
-        sentences = ['one run each shows little: on the toy corpora the seed alone moves the val '
-                     'loss by about 0.04. Train both with --seeds=1,2,3']
+        sentences = ['One run each shows little: on the toy corpora the seed alone moves the val '
+                     'loss by about 0.04. Train each with --seeds=1,2,3']
     return sentences
 
 
