@@ -1,6 +1,7 @@
 """The machine a script runs on: device, precision, processes, CUDA graphs."""
 
 import ctypes
+import functools
 import math
 import os
 import sys
@@ -24,9 +25,9 @@ class Machine:
         self.device = find_device(device)
         self.cuda = self.device.type == 'cuda'
         self.rng = {'cuda': torch.cuda, 'mps': torch.mps}.get(self.device.type)
-        if dtype == 'auto':                              # a T4 or V100 has no bfloat16
-            has_it = self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 0)
-            dtype = 'bfloat16' if has_it else 'float32'
+        if dtype == 'auto':                              # a T4 or V100 (7.x) has no bfloat16
+            version = torch.cuda.get_device_capability(self.device)[0] if self.cuda else 0
+            dtype = 'bfloat16' if version >= 8 else 'float16' if version == 7 else 'float32'
         self.dtype = getattr(torch, dtype)
         if deterministic:
             os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'    # read when a GPU is first used
@@ -85,6 +86,7 @@ class Machine:
         """The most that this process has taken of a GPU so far, as text."""
         return f', {torch.cuda.max_memory_reserved() / 1e9:.2g} GB' if self.cuda else ''
 
+    @functools.cached_property
     def matrix_rate(self):
         """FLOP per second of a large matrix product, in the precision that is trained in."""
         n = 8192 if self.cuda else 1024

@@ -68,7 +68,8 @@ class Settings:
     init_from: str | None = None           # start from this run's model (see tools/surgery.py)
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
-    dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto'   # auto: bfloat16 if a GPU has it
+    dtype: Literal['auto', 'bfloat16', 'float16', 'float32'] = 'auto'    # auto: the first that a
+    #                                        GPU has; otherwise float32
     compile: bool | None = None            # torch.compile; default: on cuda, for 200 steps or more
     graph: bool = True                     # capture the step as a CUDA graph if possible
     deterministic: bool = False            # on a GPU: the same bits every time, somewhat slower

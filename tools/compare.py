@@ -27,8 +27,8 @@ UNUSED = 0.01                           # a choice with a smaller share of its l
 AXES = ('step', 'tokens', 'minutes', 'FLOPs')
 DIFFER = 'settings that differ'
 # What a step's line holds besides auxiliary losses, and a run's first line besides settings.
-USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'epoch',
-         'windows', 'words', *AXES}
+USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'mfu',
+         'epoch', 'windows', 'words', *AXES}
 SIZES = {'parameters', 'active', 'trained', 'steps', 'tokens_per_step'}
 NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume', 'overwrite'}
 
