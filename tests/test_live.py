@@ -125,8 +125,8 @@ def test_the_page_computes_what_torch_does(wild_run, tmp_path):
 @in_a_browser
 @pytest.mark.parametrize('wild_run', ['moep', 'moduleformer'], indirect=True)
 def test_the_page_shows_it(wild_run, tmp_path):
-    """Type, knock out, undo, force: the figures are torch's. A space at the end is not read; the box
-    that matters most is found by trying all of them, and joins those that are out."""
+    """Type, knock out, undo, force: the figures are torch's. A space at the end is not read; the
+    box that matters most is found by trying all of them, and joins those that are out."""
     texts = ['The dogs near the tree are', 'The dogs are happy.', 'The dogs is happy.']
     seen, console = browse(live.fill(live.describe(wild_run, '')), f"""
         const type = (id, text) => {{
