@@ -130,10 +130,7 @@ def read_config(path):
     if '\nConfig, Model =' in Path(path).read_text(encoding='utf-8'):
         raise UserError(f'{path} is a model: train it with --model={Path(path).stem}, or by a '
                         f'config, such as config/{Path(path).name}')
-    try:
-        names = runpy.run_path(str(path))
-    except SyntaxError as error:
-        raise UserError(f'{path}:{error.lineno}: {error.msg}') from None
+    names = runpy.run_path(str(path))
     return {name: value for name, value in names.items() if not name.startswith('_')}
 
 
