@@ -292,6 +292,8 @@ def run(s, module, keys, machine):
     ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
     data, model = load_data_and_model(s, module, keys, ckpt, machine)
     it = ckpt['iter'] if ckpt else 0
+    if ckpt and 'threads' in ckpt:
+        machine.set_threads(ckpt['threads'])
     steps = data.steps() if s.max_iters is None else s.max_iters
     show_plan(model, data, it, steps, s, machine)
     if s.max_iters == 0:                                 # only the plan was wanted
@@ -366,7 +368,7 @@ def run(s, module, keys, machine):
                 ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
                 save(out / 'ckpt.pt', it, model, data, s, machine, ranks=ranks,
                      optimizer=optimizer.state_dict(), scaler=optimizer.scaler.state_dict(),
-                     log=log.place())
+                     threads=torch.get_num_threads(), log=log.place())
             if logs or milestones or evaluates or saves:
                 timed, clock = it, time.perf_counter()
             if stop and not is_last:

@@ -38,7 +38,8 @@ def show_plan(model, data, it, steps, s, machine):
     lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
     machine.say(f'takes     {lasts}; weights, gradients and optimiser '
                 f'{human(4 * total + 12 * trained)}B, activations more')
-    machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+    threads = f', threads: {torch.get_num_threads()}' * (machine.device.type == 'cpu')
+    machine.say(f'machine   {machine.device}, {machine.dtype}{threads}, run folder {s.out_dir}')
     if it:
         left = '' if it < steps else ': nothing is left to train'
         machine.say(f'resume    from step {it:,} of {steps:,}{left}')
