@@ -60,27 +60,23 @@ def show_scores(model, tokenizer, paths, n_shown, machine):
             text = Path(path).read_text(encoding='utf-8')
         ids = np.array([*tokenizer.end, *tokenizer.encode(text), *tokenizer.end])
         batches = val_batches(ids, model.config.block_size, 8, tokenizer.pad)
-        score = score_batches(model, batches, tokenizer, machine)
+        nats = []
+        score = score_batches(model, batches, tokenizer, machine, nats)
         print(f"{path}: loss {score['loss']:.4f} per token, perplexity {score['perplexity']:.5g}, "
               f"{score['bits_per_byte']:.4f} bits per byte")
         if n_shown:
-            show_worst(model, tokenizer, ids, n_shown, machine)
+            show_worst(torch.cat(nats).numpy()[:len(ids) - 1], ids[1:], tokenizer, n_shown)
 
 
-def show_worst(model, tokenizer, ids, n, machine):
-    """The sentences with the highest loss per token, which stands in front."""
-    nats = []
-    for x, y in val_batches(ids, model.config.block_size, 8, tokenizer.pad):
-        with machine.autocast():
-            loss = model(machine.send(x), machine.send(y), reduction='none')[1]
-        nats.append(loss.flatten().float().cpu())
-    parts = [tokenizer.token_bytes[i] for i in ids[1:]]
+def show_worst(nats, ids, tokenizer, n):
+    """The n sentences with the highest loss per token, which stands in front."""
+    parts = [tokenizer.token_bytes[i] for i in ids]
     text, size = b''.join(parts), np.array([*map(len, parts)])
     end = np.array([m.end() for m in re.finditer(rb'[.!?]["\')\]]*(?=\s)|\n|$', text)])
-    nats, sentence = torch.cat(nats).numpy()[:len(ids) - 1], end.searchsorted(size.cumsum())
     is_text = size > 0                                   # not end-of-text, nor padding
-    count = np.bincount(sentence[is_text], minlength=len(end))
-    loss = np.bincount(sentence[is_text], nats[is_text], len(end)) / count.clip(1)
+    sentence = end.searchsorted(size.cumsum())[is_text]
+    count = np.bincount(sentence, minlength=len(end))
+    loss = np.bincount(sentence, nats[is_text], len(end)) / count.clip(1)
     words = [text[a:b].decode('utf-8', 'replace').strip() for a, b in zip([0, *end], end)]
     worst = sorted(filter(words.__getitem__, range(len(end))), key=lambda i: -loss[i])
     for i in worst[:n]:

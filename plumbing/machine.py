@@ -140,19 +140,16 @@ def choose_threads():
     """Threads wait for each other after every operation, so one that waits for its core stalls all.
     Halve their number while that makes small operations more than twice as fast: then something
     else keeps the CPU busy. OMP_NUM_THREADS decides instead, if it is set."""
-    if 'OMP_NUM_THREADS' in os.environ:
-        return
     n = torch.get_num_threads()
-    while n > 1 and 2 * small_operations(n) < small_operations(n // 2):
+    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and speed(n) < speed(n // 2) / 2:
         n //= 2
     torch.set_num_threads(n)
 
 
-def small_operations(n_threads, seconds=0.03):
-    """How many additions there is time for."""
+def speed(n_threads, seconds=0.03):
+    """Of small additions."""
     torch.set_num_threads(n_threads)
-    x = torch.zeros(n_threads * 2 ** 15)                 # the least that torch shares out
-    x += 1                                               # starts the threads
+    x = torch.zeros(n_threads * 2 ** 15) + 1             # the least that torch shares out
     end, done = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
         x += 1
