@@ -138,10 +138,10 @@ def keep_freed_memory():
 
 def choose_threads():
     """Threads wait for each other after every operation, so one that waits for its core stalls all.
-    Halve their number while that makes small operations more than twice as fast: then something
-    else keeps the CPU busy. OMP_NUM_THREADS decides instead, if it is set."""
+    Halve their number while that makes small operations faster: then something else keeps the CPU
+    busy. OMP_NUM_THREADS decides instead, if it is set."""
     n = torch.get_num_threads()
-    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and speed(n) < speed(n // 2) / 2:
+    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and speed(n) < speed(n // 2):
         n //= 2
     torch.set_num_threads(n)
 

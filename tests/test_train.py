@@ -553,7 +553,7 @@ def test_a_busy_cpu_gets_fewer_threads(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'cpu_count', lambda: 8)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: chosen[-1] if chosen else 8)
     monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
-    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 10, 1: 11}.get)
+    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 5, 1: 3}.get)
     told = tiny('run', max_iters=1).stdout
     assert 'threads: 4' in told and chosen == [4]
     monkeypatch.setattr('plumbing.machine.speed', {4: 1, 2: 3, 1: 7}.get)
