@@ -159,11 +159,11 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
                 spans['train'], hint = new, 'left out'
             if n:
                 print(f'{n:,} training documents share a long line with validation text: {hint}')
-        if not spans['train']:
+        if not spans['train'] and val_fraction < 1 or not spans['val']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
                             'or one document only, and validation needs one (see --split)')
         if isinstance(tokenizer, int):
-            tokenizer = train_tokenizer(work, spans['train'], tokenizer, jobs)
+            tokenizer = train_tokenizer(work, spans['train'] or spans['val'], tokenizer, jobs)
         if form:
             tokenizer = wrap_tokenizer(tokenizer, *form)
         if tokenizer.file:
@@ -356,7 +356,7 @@ def make_toy(root='data', overwrite=False, names=TOYS):
     missing = [Path(root, name) for name in names if overwrite or not Path(root, name).exists()]
     if not missing:
         return print(f'{root} holds all toy corpora already; --overwrite makes them again')
-    print('toy corpora: made-up text, from the grammars in plumbing/toy.py')
+    print(f'toy corpora, into {Path(root).resolve()}: made-up text, from plumbing/toy.py')
     sizes = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in sizes}
     for name, (write, size) in sizes.items():            # size: characters
@@ -429,8 +429,8 @@ def read_arguments(argv):
     parser.add_argument('--split', choices=['auto', 'eot', 'blank', 'row', 'passage', 'file'],
                         help='what ends a document; auto: end-of-text, blank lines, or some 16 KB')
     parser.add_argument('--field', help='fields of a .jsonl row, joined by newlines (default text)')
-    parser.add_argument('--val_fraction', type=between(0, 0.9, float), default=0.01,
-                        help='share of documents for validation, if no file is for that')
+    parser.add_argument('--val_fraction', type=between(0, 1, float), default=0.01,
+                        help='share of documents for validation, if no file is for that; 1: all')
     parser.add_argument('--no_copies', nargs='*', metavar='data/NAME',
                         help='leave out training documents that share a long line with the '
                              'validation text, or with that of other data sets')

@@ -36,7 +36,7 @@ from plumbing.compile import compile_model, recompute_blocks
 from plumbing.log import Log
 from plumbing.machine import CUDAGraphStep, Machine, widen
 from plumbing.muon import Muon, split_groups
-from plumbing.report import describe, show_plan, show_sample, show_step
+from plumbing.report import describe, show_plan, show_sample, show_step, utilisation
 from plumbing.settings import check_vocabulary, make_config, read_settings
 from plumbing.shard import shard, shard_optimizer
 from plumbing.tokenizer import copy_tokenizer, load_meta, shared_tokenizer
@@ -178,6 +178,8 @@ def restore(ckpt, optimizer, machine):
     """Load the optimiser's moments and this process's random state. Returns its carry."""
     today = optimizer.state_dict()['param_groups']       # the current rates and decays, not those
     optimizer.load_state_dict(dict(ckpt['optimizer'], param_groups=today))
+    if ckpt.get('scaler'):                               # empty if it was not float16
+        optimizer.scaler.load_state_dict(ckpt['scaler'])
     state = ckpt['ranks'][machine.rank]
     machine.set_random_state(state['random'])
     return [[tuple(map(machine.send, pair)) for pair in cache] for cache in state['carry']]
@@ -199,11 +201,13 @@ def train_step(model, optimizer, s, machine, xs, ys, carry=()):
         if not s.aux_weights.keys() <= aux.keys():
             raise UserError(f'aux_weights names {[*s.aux_weights]}, but {s.model} returns {[*aux]}')
         objective = loss + sum(weight * aux[name] for name, weight in s.aux_weights.items())
-        (objective / len(xs)).backward()
+        optimizer.scaler.scale(objective / len(xs)).backward()
         for name, value in dict(aux, loss=loss).items():
             mean[name] = mean.get(name, 0.0) + value.detach() / len(xs)
+    optimizer.scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
-    optimizer.step()
+    optimizer.scaler.step(optimizer)
+    optimizer.scaler.update()
     return mean, norm.full_tensor() if hasattr(norm, 'full_tensor') else norm    # if sharded
 
 
@@ -230,7 +234,8 @@ def make_step(model, optimizer, s, machine, steps):
 
 def make_optimizer(model, s, machine):
     """AdamW or Muon. Matrices have weight decay; vectors, also stacked ones (named ...gain or
-    ...bias), have none."""
+    ...bias), have none. Its `scaler` keeps small gradients from vanishing in float16; a step whose
+    gradients overflow is left out, and the scale halved. In other precisions it does nothing."""
     matrices, vectors = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -242,8 +247,11 @@ def make_optimizer(model, s, machine):
     kind = torch.optim.AdamW
     if s.optimizer == 'muon':
         kind, groups = Muon, split_groups(groups, model, s.muon_rate)
-    return kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
-                capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
+    optimizer = kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
+                     capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
+    optimizer.scaler = torch.amp.GradScaler(machine.device.type,
+                                            enabled=machine.dtype == torch.float16)
+    return optimizer
 
 
 def set_rate(optimizer, lr):
@@ -284,6 +292,8 @@ def run(s, module, keys, machine):
     ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
     data, model = load_data_and_model(s, module, keys, ckpt, machine)
     it = ckpt['iter'] if ckpt else 0
+    if ckpt and 'threads' in ckpt:
+        machine.set_threads(ckpt['threads'])
     steps = data.steps() if s.max_iters is None else s.max_iters
     show_plan(model, data, it, steps, s, machine)
     if s.max_iters == 0:                                 # only the plan was wanted
@@ -342,13 +352,14 @@ def run(s, module, keys, machine):
             milestones = [words for words in s.checkpoint_words
                           if it == max(1, int(words / data.words_per_step))]
             if logs or milestones or saves:
-                check_finite(mean, norm, it, out)
+                check_finite(mean, norm, optimizer.scaler, it, out)
             if logs:
                 values = {name: machine.mean(value) for name, value in mean.items()}
                 speed = (it - timed) * data.rows * data.T / (time.perf_counter() - clock)
+                mfu = utilisation(model, speed, machine)
                 log.write(it, **values, lr=lr, grad_norm=norm.item(), tokens_per_s=round(speed),
-                          words=round(it * data.words_per_step))
-                show_step(bar, it, values['loss'], speed, data, s, machine)
+                          mfu=round(mfu, 4), words=round(it * data.words_per_step))
+                show_step(bar, it, values['loss'], speed, mfu, data, s, machine)
             for words in milestones:
                 save(out / f'ckpt_{human(words)}.pt', it, model, data, s, machine)
             if evaluates:
@@ -356,7 +367,8 @@ def run(s, module, keys, machine):
             if saves:
                 ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
                 save(out / 'ckpt.pt', it, model, data, s, machine, ranks=ranks,
-                     optimizer=optimizer.state_dict(), log=log.place())
+                     optimizer=optimizer.state_dict(), scaler=optimizer.scaler.state_dict(),
+                     threads=torch.get_num_threads(), log=log.place())
             if logs or milestones or evaluates or saves:
                 timed, clock = it, time.perf_counter()
             if stop and not is_last:
@@ -376,8 +388,9 @@ def asked_to_stop(caught, it, s, machine):
     return max(machine.gather(caught[0] if caught else 0))
 
 
-def check_finite(mean, norm, it, out):
-    if not math.isfinite(mean['loss'] + norm):
+def check_finite(mean, norm, scaler, it, out):
+    can_halve = scaler.is_enabled() and scaler.get_scale() >= 1      # an overflow is no harm yet
+    if not math.isfinite(mean['loss'] + (0 if can_halve else norm)):
         raise UserError(f'the loss or its gradient is not finite at step {it}; {out}/ckpt.pt, if '
                         'there is one, is good: try a lower learning_rate; if the first val loss '
                         'is nan too, python -m tools.check says more')

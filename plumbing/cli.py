@@ -70,6 +70,8 @@ def run_main(main):
         sys.exit(141)
     except ModuleNotFoundError as error:
         fail(f'{error.name} is missing: pip install {error.name}')
+    except SyntaxError as error:                         # of a config, or of a model file
+        fail(f'{error.filename}:{error.lineno}: {error.msg}')
     except OSError as error:                             # a full disk, a folder that is read-only
         fail(f'{error.filename}: {error.strerror}' if error.filename else error)
     except (MemoryError, RuntimeError) as error:
@@ -162,4 +164,6 @@ def reading(path):
             raise
         first_line = str(error).partition('\n')[0]
         reason = getattr(error, 'strerror', None) or f'{type(error).__name__}: {first_line}'
+        if isinstance(error, FileNotFoundError) and Path(path).with_name('meta.json').exists():
+            reason += '; put it back, or make its folder again, with --overwrite'
         raise UserError(f'{path} cannot be read: {reason}') from None

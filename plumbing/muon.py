@@ -49,6 +49,9 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step_matrices(self, group):
         rate = torch.as_tensor(group['lr'] * group['muon'])
+        overflow = getattr(self, 'found_inf', None)      # float16's scaler: 1 if nothing may move
+        if overflow is not None:
+            rate = rate * (1 - overflow)
         ahead, move = (fused(f) if self.compiled else f for f in (look_ahead, move_by))
         batches = {}                                     # matrices of one size, alone or in stacks
         for p in group['params']:
@@ -58,7 +61,10 @@ class Muon(torch.optim.AdamW):
                     self.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p))
         for (_, scale), params in batches.items():
             momenta = [self.state[p]['exp_avg'] for p in params]
-            update = orthogonal(ahead([p.grad for p in params], momenta))
+            grads = [p.grad for p in params]
+            if overflow is not None:                     # a momentum moved towards itself stays
+                grads = [torch.where(overflow > 0, m, grad) for m, grad in zip(momenta, grads)]
+            update = orthogonal(ahead(grads, momenta))
             move(params, update, scale, rate, group['weight_decay'])
 
 

@@ -33,19 +33,27 @@ def show_plan(model, data, it, steps, s, machine):
     windows = steps * data.rows
     machine.say(f'plan      {steps:,} steps, {human(windows * data.T)} {data.noun}, '
                 f'{windows / data.n_windows:.2f} epochs of {data.n_windows:,} windows')
-    flops = 6 * active * (steps - it) * data.rows * data.T / machine.world
-    minutes = flops / (USUAL_SHARE * machine.matrix_rate()) / 60
+    tokens = (steps - it) * data.rows * data.T
+    minutes = utilisation(model, tokens, machine) / USUAL_SHARE / 60
     lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
     machine.say(f'takes     {lasts}; weights, gradients and optimiser '
                 f'{human(4 * total + 12 * trained)}B, activations more')
-    machine.say(f'machine   {machine.device}, {machine.dtype}, run folder {s.out_dir}')
+    threads = f', threads: {torch.get_num_threads()}' * (machine.device.type == 'cpu')
+    machine.say(f'machine   {machine.device}, {machine.dtype}{threads}, run folder {s.out_dir}')
     if it:
         left = '' if it < steps else ': nothing is left to train'
         machine.say(f'resume    from step {it:,} of {steps:,}{left}')
 
 
-def show_step(bar, it, loss, speed, data, s, machine):
-    speed = f'{human(speed)} {data.noun}/s{machine.memory()}'
+def utilisation(model, speed, machine):
+    """Model FLOPs utilisation at `speed` tokens/s: FLOPs of a step, without attention's, as a share
+    of what matrix products alone would reach on this machine."""
+    _, active = model.count_params()
+    return 6 * active * speed / machine.world / machine.matrix_rate
+
+
+def show_step(bar, it, loss, speed, mfu, data, s, machine):
+    speed = f'{human(speed)} {data.noun}/s, {100 * mfu:.0f}% MFU{machine.memory()}'
     bar.set_postfix_str(f'loss {loss:.3f}, {speed}')
     if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
         machine.say(f'step {it:6,}  loss {loss:.4f}, {speed}')

@@ -68,7 +68,8 @@ class Settings:
     init_from: str | None = None           # start from this run's model (see tools/surgery.py)
     # the machine
     device: str = 'auto'                   # auto (cuda, else mps, else cpu), cuda, mps or cpu
-    dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto'   # auto: bfloat16 if a GPU has it
+    dtype: Literal['auto', 'bfloat16', 'float16', 'float32'] = 'auto'    # auto: the first that a
+    #                                        GPU has; otherwise float32
     compile: bool | None = None            # torch.compile; default: on cuda, for 200 steps or more
     graph: bool = True                     # capture the step as a CUDA graph if possible
     deterministic: bool = False            # on a GPU: the same bits every time, somewhat slower
@@ -129,10 +130,7 @@ def read_config(path):
     if '\nConfig, Model =' in Path(path).read_text(encoding='utf-8'):
         raise UserError(f'{path} is a model: train it with --model={Path(path).stem}, or by a '
                         f'config, such as config/{Path(path).name}')
-    try:
-        names = runpy.run_path(str(path))
-    except SyntaxError as error:
-        raise UserError(f'{path}:{error.lineno}: {error.msg}') from None
+    names = runpy.run_path(str(path))
     return {name: value for name, value in names.items() if not name.startswith('_')}
 
 

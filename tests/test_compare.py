@@ -165,5 +165,5 @@ def test_seeds_share_a_column(call, tmp_path):
     # p: scipy.stats.ttest_ind(..., equal_var=False)
     assert 'b0, 3 seeds against out/a, 3 seeds: toy +1.5000, no clear difference, p = 0.331' in text
     assert [run['group'] for run in page_data(tmp_path / 'page.html')['runs']] == [0, 0, 0, 1, 1, 1]
-    hint = 'one run each'
+    hint = 'One run each'
     assert hint in call('out/a/seed_0', 'b0') and hint not in call('b0') and hint not in text

@@ -89,6 +89,22 @@ def test_a_graph_is_the_plain_step(name):
         assert (p - q).norm() <= (0.2 if name in EXPERTS else 2e-2) * p.norm() + 1e-3, key
 
 
+@pytest.mark.parametrize('kind', ['adamw', 'muon'])
+def test_float16_in_a_graph(kind, monkeypatch):
+    """The scale overflows at first, also while the graph is replayed: such steps move nothing."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0 ** 26)
+    monkeypatch.setattr(torch.amp, 'GradScaler', scaler)
+    machine = Machine('cuda', 'float16')
+    plain, no_graph, model = take_steps('gpt2', 20, machine, graph=False, optimizer=kind)
+    graphed, graph, other = take_steps('gpt2', 20, machine, optimizer=kind)
+    assert len(graph.graphs) == 1 and graphed == pytest.approx(plain, abs=0.02)
+    scales = [step.fn.args[1].scaler.get_scale() for step in (no_graph, graph)]
+    assert scales[0] == scales[1] < 2 ** 22              # halved after the recording, too
+    start = dict(make('gpt2').named_parameters())
+    for (key, p), q in zip(model.named_parameters(), other.parameters()):
+        assert (p - q).norm() <= 0.05 * p.norm() + 1e-3 and not torch.equal(p, start[key]), key
+
+
 def test_one_graph_for_every_shape():
     """As fine-tuning needs it: batches of several widths in turn, one optimiser."""
     machine = Machine('cuda', 'float32')

@@ -91,6 +91,7 @@ def one_line(done, script):
     (['train.py', str(ROOT / 'moep.py')], '--model=moep'),
     ([*NEW, '--data=data/toy_math'], '--data=toy_math'),
     ([*NEW, '--config=config/moep.py'], 'train.py config/moep.py'),
+    ([*NEW, '--init_from=out/run,out/run'], 'tools.surgery compose'),
     ([*NEW, '--max_iters=-5'], 'max_iters = -5 must be at least 0'),
     ([*NEW, '--learning_rate=-1'], 'learning_rate = -1.0 must be at least 0'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
@@ -102,6 +103,8 @@ def one_line(done, script):
     ([*FROM, '--model=stlm'], 'holds a model of moep, not stlm'),
     ([*FROM, '--n_embd=32'], 'does not fit moep.py'),
     (['sample.py'], 'required: run'),
+    (['sample.py', 'out/run', 'Once', 'upon'], 'a text goes into --prompt'),
+    (['sample.py', 'out/run', '--show=3'], 'goes with --score'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
     ([*TEXT], '--input'),
@@ -135,12 +138,17 @@ def test_run_as_a_file(path):
     ('data/mine/meta.json', b'[]', [*NEW, '--data=mine']),
     ('data/mine/tokenizer.tiktoken', b'IQ== 0\n', [*NEW, '--data=mine']),
     ('data/mine/train.bin', b'', [*NEW, '--data=mine']),
-    ('data/mine/val.bin', b'123', [*NEW, '--data=mine'])])
+    ('data/mine/val.bin', b'123', [*NEW, '--data=mine']),
+    ('data/mine/val.bin', None, [*NEW, '--data=mine']),
+    ('data/mine/tokenizer.tiktoken', None, [*NEW, '--data=mine'])])
 def test_a_damaged_file_is_named(run, home, data_dir, path, content, command):
     shutil.copytree(data_dir / 'toy_math', home / 'data/mine')
-    (home / path).write_bytes(content)
-    assert path in one_line(run(*command, cwd=home, code=2), command[0])
-    assert (home / path).read_bytes() == content
+    if content is None:
+        (home / path).unlink()
+    else:
+        (home / path).write_bytes(content)
+    line = one_line(run(*command, cwd=home, code=2), command[0])
+    assert path in line and ('make its folder again' in line) == (content is None)
 
 
 def test_a_foreign_checkpoint(run, home):

@@ -99,3 +99,23 @@ def test_an_embedding_of_any_name():
     groups = train.make_optimizer(model, Settings(optimizer='muon'), Machine('cpu')).param_groups
     assert [len(group['params']) for group in groups] == [1, 0, 1]
     assert groups[0]['params'][0] is model['words'].weight
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'muon'])
+def test_float16_leaves_out_a_step_that_overflows(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = train.make_optimizer(model, Settings(optimizer=kind), Machine('cpu', 'float16'))
+    scaler, states = optimizer.scaler, []
+    for gradient in (1.0, math.inf, 1.0):
+        scaler.scale(model(torch.ones(1, 4)).sum() * gradient).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        momenta = [state['exp_avg'] for state in optimizer.state.values()]
+        states.append([p.detach().clone() for p in (*model.parameters(), *momenta)])
+    assert scaler.get_scale() == 2 ** 15                 # 2 ** 16, halved once
+    for first, skipped, last in zip(*states, strict=True):
+        assert torch.equal(first, skipped) and last.isfinite().all()
+        assert not torch.equal(skipped, last)

@@ -53,6 +53,12 @@ def test_write_and_load(tmp_path):
             bytes=sum(len(text.encode()) for text in texts))
 
 
+def test_a_data_set_for_validation_only(tmp_path):
+    write_data_set(tmp_path / 'd', as_train(words_corpus()), 300, val_fraction=1)
+    assert documents(tmp_path / 'd', 'train') == []
+    assert sorted(documents(tmp_path / 'd', 'val')) == sorted(words_corpus())
+
+
 def test_the_tokenizer_has_not_seen_the_validation_text(tmp_path):
     write_data_set(tmp_path / 'd', [('train', 'the red cat ' * 9), ('val', 'zq ' * 99)], 300)
     tokens = load_tokenizer(tmp_path / 'd').token_bytes

@@ -96,3 +96,18 @@ def test_score(call, trained, tmp_path):
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     nats = loss * (ids.size(1) - 1)
     assert bits == pytest.approx(nats / math.log(2) / len(path.read_bytes()), rel=1e-3)
+
+
+def test_the_worst_sentences(call, trained, tmp_path):
+    sentences = ['The dogs are happy.', 'Zq "xx"?', 'One day the king ran home!', 'No end']
+    (tmp_path / 'a.txt').write_text(' '.join(sentences))
+    _, *lines = call('--score', tmp_path / 'a.txt', '--show', 9).splitlines()
+    shown = [line.split(maxsplit=1) for line in lines]
+    model, _ = load_checkpoint(trained)
+    tokenizer = load_tokenizer(trained)
+    parts = [tokenizer.encode(' ' * (i > 0) + part) for i, part in enumerate(sentences)]
+    ids = torch.tensor([[tokenizer.eot, *sum(parts, [])]])
+    nats = model(ids[:, :-1], ids[:, 1:], reduction='none')[1][0].split([*map(len, parts)])
+    loss = {text: part.mean().item() for text, part in zip(sentences, nats)}
+    assert [text for _, text in shown] == sorted(sentences, key=loss.get, reverse=True)
+    assert all(float(n) == pytest.approx(loss[text], abs=1e-3) for n, text in shown)

@@ -44,8 +44,9 @@ def arguments(settings):
 
 
 @pytest.fixture
-def tiny(run, data_dir, tmp_path):
+def tiny(run, data_dir, tmp_path, monkeypatch):
     """A small run in this process, in the folder tmp_path / out."""
+    monkeypatch.setattr(Machine, 'matrix_rate', 1e9)     # in float16, a CPU takes seconds for it
     def tiny(out, model=MOEP, code=0, **settings):
         settings = dict(data_dir=data_dir, out_dir=tmp_path / out) | model | settings
         return run('train.py', *arguments(settings), here=True, code=code)
@@ -55,7 +56,7 @@ def tiny(run, data_dir, tmp_path):
 def read_log(folder):
     """The lines of log.jsonl, without clocks and the line about the machine."""
     rows = [json.loads(line) for line in open(folder / 'log.jsonl')]
-    clocks = ('seconds', 'tokens_per_s')
+    clocks = ('seconds', 'tokens_per_s', 'mfu')
     return [{k: v for k, v in row.items() if k not in clocks} for row in rows if 'run' not in row]
 
 
@@ -81,7 +82,7 @@ def is_same(a, b):
 def assert_same_run(folder, other):
     assert read_log(folder) == read_log(other)
     a, b = read_checkpoint(folder), read_checkpoint(other)
-    for part in ('weights', 'optimizer', 'ranks', 'frozen', 'adapted', 'iter', 'words'):
+    for part in ('weights', 'optimizer', 'scaler', 'ranks', 'frozen', 'adapted', 'iter', 'words'):
         assert is_same(a[part], b[part]), part
 
 
@@ -508,7 +509,9 @@ def killed_in_step(n):
     (STLM, dict(dropout_schedule='triangle')),
     (PAPAFORMER, dict(connection='gumbel1', aux_weights=dict(entropy=0.01, load=0.01))),
     (MOEP, dict(data='toy_math,toy_lingo', stride=2000, batch_size=50)),
-], ids=['accumulated', 'stream', 'muon', 'dropout', 'gumbel', 'epochs'])
+    (MOEP, dict(optimizer='muon', dtype='float16', seq_len=8, eval_tokens=64,
+                aux_weights=dict(block_balance=300))),   # overflows
+], ids=['accumulated', 'stream', 'muon', 'dropout', 'gumbel', 'epochs', 'float16'])
 def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     """Killed before the first save and after a later one, with lines in the log that come again."""
     settings = dict(max_iters=9, save_interval=3, eval_interval=2, **more)
@@ -520,6 +523,21 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     assert max(losses(tmp_path / 'killed')) == 7                 # lines that are cut off
     tiny('killed', model, resume=True, **settings)
     assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
+
+
+def test_a_busy_cpu_gets_fewer_threads(tiny, tmp_path, monkeypatch):
+    """A resumed run keeps its number."""
+    chosen = []
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 8)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: chosen[-1] if chosen else 8)
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 5, 1: 3}.get)
+    told = tiny('run', max_iters=1).stdout
+    assert 'threads: 4' in told and chosen == [4]
+    monkeypatch.setattr('plumbing.machine.speed', {4: 1, 2: 3, 1: 7}.get)
+    tiny('run', max_iters=2, resume=True)
+    assert chosen == [4, 1, 4] and read_checkpoint(tmp_path / 'run')['threads'] == 4
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])

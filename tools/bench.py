@@ -221,7 +221,7 @@ def main():
     args, extra = read_arguments()
     planned = list(plan_rows(args, extra))
     machine = Machine(planned[0].s.device, planned[0].s.dtype)
-    rate = machine.matrix_rate()
+    rate = machine.matrix_rate
     plain = '  generate  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'

@@ -27,8 +27,8 @@ UNUSED = 0.01                           # a choice with a smaller share of its l
 AXES = ('step', 'tokens', 'minutes', 'FLOPs')
 DIFFER = 'settings that differ'
 # What a step's line holds besides auxiliary losses, and a run's first line besides settings.
-USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'epoch',
-         'windows', 'words', *AXES}
+USUAL = {'kind', 'iter', 'seconds', 'loss', 'lr', 'dropout', 'grad_norm', 'tokens_per_s', 'mfu',
+         'epoch', 'windows', 'words', *AXES}
 SIZES = {'parameters', 'active', 'trained', 'steps', 'tokens_per_step'}
 NOT_SET = SIZES | {'settings', 'config', 'command', 'date', 'out_dir', 'resume', 'overwrite'}
 
@@ -201,8 +201,8 @@ def add_differences(columns):
             sentences.append(f"{column['name']} against {first['name']}: {name} {difference:+.4f}, "
                              f'{verdict(ours, theirs)}')
     if others and max(len(losses) for c in columns for losses in c['losses'].values() or [[]]) < 2:
-        sentences = ['one run each shows little: on the toy corpora the seed alone moves the val '
-                     'loss by about 0.04. Train both with --seeds=1,2,3']
+        sentences = ['One run each shows little: on the toy corpora the seed alone moves the val '
+                     'loss by about 0.04. Train each with --seeds=1,2,3']
     return sentences
 
 

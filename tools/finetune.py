@@ -98,9 +98,11 @@ def fit(base, task, train, valid, seed, args, machine):
         with machine.autocast():
             out = classifier(ids, last)
         loss = F.cross_entropy(out, labels) if task.labels else F.mse_loss(out[:, 0], labels)
-        loss.backward()
+        optimizer.scaler.scale(loss).backward()
+        optimizer.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
-        optimizer.step()
+        optimizer.scaler.step(optimizer)
+        optimizer.scaler.update()
     step = CUDAGraphStep(train_step, machine)
     steps_per_epoch = math.ceil(len(train.lengths) / args.batch_size)
     history = []

@@ -6,6 +6,7 @@ the page does with it.
 
 import base64
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from plumbing.cli import UserError, human, new_file
 from plumbing.settings import import_model
 
 HERE = Path(__file__).parent
-MODELS = ('moep', 'moduleformer')                # those that live_model.js can run
+# Those that live_model.js can run, and their papers.
+MODELS = dict(moep='https://aclanthology.org/2025.babylm-main.39',
+              moduleformer='https://arxiv.org/abs/2306.04640v1')
 
 
 def pack_weights(model, n_vocab):
@@ -48,7 +51,7 @@ def describe(path, prompt):
     return dict(
         name=str(path), folder=ckpt['folder'], model=name, config=asdict(model.config),
         data=str(ckpt['settings']['data']), prompt=prompt, tokens=tokens, shapes=shapes,
-        weights=weights)
+        weights=weights, paper=MODELS[name])
 
 
 def fill(data):
@@ -64,7 +67,8 @@ def write_live(path, prompt, out):
     data = describe(path, prompt or 'The dogs near the tree')
     folder = data.pop('folder')
     out = out or Path(folder, 'live.html')
-    page = fill(data)
+    readme = os.path.relpath(HERE.parent / 'README.md', Path(out).parent)
+    page = fill(dict(data, readme=Path(readme).as_posix()))
     with new_file(out) as file:
         file.write(page)
     print(f'{out}: {human(len(page.encode()))} bytes; open it in a browser')

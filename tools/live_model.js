@@ -274,36 +274,6 @@ function erf(z) {                   // Abramowitz and Stegun 7.1.26, within 1.5e
   return Math.sign(z) * (1 - poly * Math.exp(-z * z));
 }
 
-// ---- What it costs: count_params from a config alone, and tools/flops.py ------------------------
-
-// used: parameters that every token uses; idle: that none multiplies; box: those of one box in each
-// layer; attention: its width
-function tally(c, boxes, K, used, idle, box, attention) {
-  const active = used + K * box;
-  const flops = 2 * active + 2 * attention * c.block_size;
-  return { total: used + idle + boxes * box, active, flops };
-}
-
-const COST = {
-  moep(c, boxes, K) {
-    const { n_embd: D, n_embd_parallel: d, n_layer, n_parallel, expert_hidden: h } = c;
-    const affine = (from, to) => from * to + to;
-    const ffn = width => affine(width, (c.swiglu ? 8 : 4) * width) + affine(4 * width, width);
-    const expert = (from, to) => c.swiglu ? affine(from, 2 * h) + affine(h, to) : affine(from, to);
-    const block = 4 * D + affine(D, 3 * D) + affine(D, D) + ffn(D);
-    const used = c.vocab_size * D + 2 * D + n_layer * block + boxes * (D + d) +
-      n_parallel * boxes * (3 * d + affine(d, 3 * d));
-    const box = n_parallel * (2 * d + affine(d, d) + ffn(d)) + expert(D, d) + expert(d, D);
-    return tally(c, boxes, K, used, c.block_size * D, box, n_layer * D + n_parallel * boxes * d);
-  },
-  moduleformer(c, boxes, K) {
-    const { n_embd: D, n_layer: L, vocab_size: V, d_att, d_ffd, d_router } = c;
-    const kv = c.identity_kv ? 0 : 2 * D * d_att;
-    const used = V * D + 2 * D + L * (4 * D + kv + 2 * (D + boxes) * d_router);
-    return tally(c, boxes, K, used, V * D, 2 * L * D * (d_att + d_ffd), L * K * d_att);
-  },
-};
-
 // ---- The run that the page holds ----------------------------------------------------------------
 
 const MODELS = { moep, moduleformer };

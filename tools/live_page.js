@@ -118,13 +118,34 @@ function paint() {
   if (focused && document.activeElement.id !== focused) $(focused)?.focus({ preventScroll: true });
 }
 
-// Knock out the one box without which harm(hands) is largest.
-function knockOutWorst(harm) {
-  const places = layers().flatMap(placesOf);
-  const harms = places.map(place => harm({ ...hands, out: [place] }));
-  picked = places[harms.indexOf(Math.max(...harms))];
-  hands.out = [picked];
+function knockOut(place) {
+  hands.out = [...hands.out, place];
+  const [layer, e] = place.split('/');
+  for (const token in hands.force) {
+    if (token.startsWith(`${layer}/`) && hands.force[token] === Number(e)) delete hands.force[token];
+  }
   update();
+}
+
+// A layer's boxes that are left.
+const left = layer => placesOf(layer).filter(place => !hands.out.includes(place));
+
+// Knock out one more box: that without which harm(hands) is largest -> which, if there is one.
+function knockOutWorst(harm) {
+  const places = layers().map(left).filter(places => places.length > 1).flat();
+  const harms = places.map(place => harm({ ...hands, out: [...hands.out, place] }));
+  picked = places[harms.indexOf(Math.max(...harms))];
+  if (picked) knockOut(picked);
+  return picked;
+}
+
+function challenge() {
+  for (const box of ['pair0', 'pair1']) $(box).value = $(box).defaultValue;
+  reset();
+  edit('The dogs near the tree');
+  while (lead(hands) > 0 && knockOutWorst(hands => -lead(hands)));
+  picked = null;
+  paint();
 }
 
 // Write a token at the end of the text.
@@ -133,14 +154,29 @@ function write(id) {
   $('text').value = decode(ids.slice(1).map(id => tokens[id]));
 }
 
-async function goOn() {
-  for (let n = 0; n < 20; n++) {
+let writing;                        // the timer of "Go on", while it writes
+
+function stop() {
+  writing = clearInterval(writing);
+  $('go').textContent = 'Go on';
+}
+
+function goOn() {
+  if (writing) return stop();
+  $('go').textContent = 'Stop';
+  let n = 0;
+  writing = setInterval(() => {
     let rest = Math.random();
     const id = softmax(now.logits.at(-1)).findIndex(prob => (rest -= prob) < 0);
-    if (!tokens[id]) return;        // the end of the text
+    if (!tokens[id] || n++ === 20) return stop();        // the end of the text
     write(id);
-    await new Promise(resolve => setTimeout(resolve, 70));
-  }
+  }, 70);
+}
+
+function edit(text) {
+  stop();
+  $('text').value = text;
+  readText();
 }
 
 // ---- Painting -----------------------------------------------------------------------------------
@@ -264,13 +300,11 @@ function paintPanel(layer, e) {
     `${mine.length} of ${idx.length} tokens take it${others}: ${mine.join(' · ')}` :
     'No token takes it.');
   const isOut = hands.out.includes(picked);
-  const isLast = placesOf(layer).every(place => place === picked || hands.out.includes(place));
+  const isLast = !isOut && left(layer).length === 1;
   let row = make(panel, 'div', 'row');
   button(row, 'knock', isOut ? 'Put it back' : 'Knock it out', () => {
-    hands.out = isOut ? hands.out.filter(place => place !== picked) : [...hands.out, picked];
-    for (const place in hands.force) {
-      if (place.startsWith(`${layer}/`) && hands.force[place] === e) delete hands.force[place];
-    }
+    if (!isOut) return knockOut(picked);
+    hands.out = hands.out.filter(place => place !== picked);
     update();
   }).disabled = isLast;
   make(row, 'span', 'hint', isLast ? 'The last one of a layer stays.' :
@@ -292,7 +326,7 @@ function paintPanel(layer, e) {
 
 function paintLoss(parent) {
   const [mean, old] = [now, before].map(meanLoss);
-  parent.hidden = idx.length === 1;
+  parent.hidden = $('find-text').disabled = idx.length === 1;
   parent.textContent = `Loss of this text: ${number(mean, 2)} nats per token`;
   if (!isTouched()) return;
   const word = Math.abs(mean - old) < 0.005 ? 'the same' : mean > old ? 'worse' : 'better';
@@ -326,7 +360,10 @@ function paintNext() {
   const best = [...prob.keys()].sort((a, b) => prob[b] - prob[a]).slice(0, 8);
   $('next').replaceChildren();
   best.forEach((id, i) => {
-    const line = button($('next'), `next${i}`, '', () => write(id));
+    const line = button($('next'), `next${i}`, '', () => {
+      stop();
+      write(id);
+    });
     line.disabled = id === EOT;
     make(line, 'b', '', id === EOT ? '⟨end⟩' : wordOf(id));
     const track = make(line, 'span', 'track');
@@ -360,6 +397,7 @@ function paintPair() {
   let verdict = `The model ${prefers(lead(hands))}`;
   if (isTouched()) verdict += ` Untouched, it ${prefers(lead(UNTOUCHED))}`;
   if (length !== other) verdict += ' But they differ in length, and each token lowers the sum.';
+  $('find-pair').disabled = Math.min(length, other) === 1;
   $('verdict').textContent = Math.min(length, other) > 1 ? verdict : 'Write two sentences.';
 }
 
@@ -377,32 +415,21 @@ function turnRouter() {
   update();
 }
 
-function paintCost() {
-  const boxes = valueOf('boxes');
-  $('cost-k').max = boxes;
-  const scale = valueOf('width') / config.n_embd;
-  const c = { ...config };
-  for (const key of ['n_embd', 'n_embd_parallel', 'd_att', 'd_ffd']) c[key] *= scale;
-  const { total, active, flops } = COST[live.model](c, boxes, valueOf('cost-k'));
-  $('cost-total').textContent = whole(total);
-  $('cost-active').textContent = whole(active);
-  $('cost-flops').textContent = whole(flops);
-}
-
 // ---- Begin --------------------------------------------------------------------------------------
 
 for (const place of document.querySelectorAll('.k')) place.textContent = config.top_k;
-if (live.model !== 'moep') $('worked').remove();         // its softmax is over all boxes
-$('source').textContent =
-  `${live.model}.py of nanopaths, run ${visible(live.name)}, trained on ${visible(live.data)}`;
-for (const example of document.querySelectorAll('#examples button')) {
-  example.onclick = () => {
-    $('text').value = example.textContent;
-    readText();
-  };
+if (live.model !== 'moep') {
+  $('worked').textContent = 'Gates are a softmax over all boxes, so those of the chosen sum to less than 100%.';
 }
-$('text').value = live.prompt;
-$('text').oninput = () => readText();
+$('source').textContent =
+  `${live.model}.py of nanopaths, run ${visible(live.name)}, trained on ${visible(live.data)}.`;
+$('readme').href = live.readme;
+$('paper').href = live.paper;
+for (const example of document.querySelectorAll('#examples button')) {
+  example.onclick = () => edit(example.textContent);
+}
+$('text').oninput = () => edit($('text').value);
+$('challenge').onclick = challenge;
 $('pair0').oninput = $('pair1').oninput = paintPair;
 $('go').onclick = goOn;
 $('find-text').onclick = () => knockOutWorst(hands => total(forward(live, idx, hands).nats));
@@ -421,16 +448,9 @@ document.onkeydown = event => {
   picked = null;
   paint();
 };
-readText();
+edit(live.prompt);
 
-const boxes = [config.n_block ?? config.n_att].flat()[0];        // of the first layer
-const unit = config.n_embd / 4;
 $('top_k').max = Math.min(...layers().map(layer => placesOf(layer).length));
 $('top_k').value = config.top_k;
 $('top_k').oninput = $('temperature').oninput = turnRouter;
-Object.assign($('width'), { min: unit, max: 16 * unit, step: unit, value: config.n_embd });
-Object.assign($('boxes'), { max: 4 * boxes, value: boxes });
-Object.assign($('cost-k'), { max: boxes, value: config.top_k });
-$('width').oninput = $('boxes').oninput = $('cost-k').oninput = paintCost;
 turnRouter();
-paintCost();
