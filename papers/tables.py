@@ -186,13 +186,6 @@ def bits(seeds, choose):
     return spread(map(choose, curves), 3)
 
 
-def sst2(seeds):
-    """Of the model of seed 42, fine-tuned"""
-    rows = [row for row in read('glue') if row['task'] == 'sst2']
-    tuned = {row['run']: row['seeds'].values() for row in rows}.get(f"{seeds[0]['run']}_42", [])
-    return spread([score['accuracy'] for score in tuned], 1)
-
-
 COLUMNS = {                      # {header: cell made from the seeds of a run}
     'seeds': len,
     'steps': lambda seeds: f"{seeds[0]['evaluations'][-1]['iter']:,}",
@@ -209,7 +202,6 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'BLiMP': blimp,
     'BLiMP, `harness`': blimp,
     'BLiMP, `babylm2025`': lambda seeds: blimp(seeds, 'babylm2025'),
-    'SST-2 (LoRA)': sst2,
     'unused choices, of 48': lambda seeds: ', '.join(
         str(run['evaluations'][-1]['unused'][0]) for run in seeds
         if 'unused' in run['evaluations'][-1]),
@@ -253,10 +245,17 @@ def named(kinds, names):
 
 
 def headline():
-    commands = dict(gpt2='gpt2.py', moep='moep.py', swiglu='moep.py --swiglu --expert_hidden=512')
-    groups = [(f'`python train.py config/paper/{command}`', finished()[kind])
-              for kind, command in commands.items()]
-    return table(' | seeds | val loss | BLiMP, `harness` | SST-2 (LoRA)', groups)
+    """At the paper's learning rate and at the arena's, which was the best of three for both."""
+    commands = dict(gpt2='gpt2.py', moep='moep.py')
+    yield ' | learning rate | seeds | val loss | BLiMP, `harness`'
+    for kind, command in commands.items():
+        seeds = finished()[kind]
+        yield join(f'`python train.py config/paper/{command}`', '3e-4', len(seeds), val(seeds),
+                   blimp(seeds))
+    for kind, seeds in group(read('arena_baby'), 'entry').items():
+        if kind in commands:
+            scores = (spread([row[key] for row in seeds], n) for key, n in (('loss', 3), ('harness', 1)))
+            yield join(f'`python -m arena {kind} --track baby`', '2e-3', len(seeds), *scores)
 
 
 def moep():
