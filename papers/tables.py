@@ -246,16 +246,17 @@ def named(kinds, names):
 
 def headline():
     """At the paper's learning rate and at the arena's, which was the best of three for both."""
-    commands = dict(gpt2='gpt2.py', moep='moep.py')
     yield ' | learning rate | seeds | val loss | BLiMP, `harness`'
-    for kind, command in commands.items():
+    kinds = 'gpt2', 'moep'
+    for kind in kinds:
         seeds = finished()[kind]
-        yield join(f'`python train.py config/paper/{command}`', '3e-4', len(seeds), val(seeds),
+        yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', len(seeds), val(seeds),
                    blimp(seeds))
-    for kind, seeds in group(read('arena_baby'), 'entry').items():
-        if kind in commands:
-            scores = (spread([row[key] for row in seeds], n) for key, n in (('loss', 3), ('harness', 1)))
-            yield join(f'`python -m arena {kind} --track baby`', '2e-3', len(seeds), *scores)
+    arena = group(read('arena_baby'), 'entry')
+    for kind in kinds:
+        loss, pairs = ([row[key] for row in arena[kind]] for key in ('loss', 'harness'))
+        yield join(f'`python -m arena {kind} --track baby`', '2e-3', len(loss), spread(loss, 3),
+                   spread(pairs, 1))
 
 
 def moep():
