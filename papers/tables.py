@@ -308,19 +308,13 @@ def moep_tasks():
 
 def glue():
     tuned = {(row['run'], row['task']): row for row in read('glue')}
-    metrics = dict(cola='Matthews', mrpc='F1')
-    yield ('task, metric | train, valid | majority | GPT-2 | MoEP | '
-           'minutes per seed, GPT-2 | MoEP')
+    yield 'task, metric | train, valid | majority | GPT-2 | MoEP'
     for task, name in GLUE.items():
-        metric = metrics.get(task, 'accuracy')
-        gpt2, moep = tuned['gpt2_42', task], tuned['moep_42', task]
-        scores, times = [], []
-        for row in (gpt2, moep):
-            minutes = [seed['minutes'] for seed in row['seeds'].values()]
-            scores.append(spread([seed[metric] for seed in row['seeds'].values()], 2))
-            times.append(f'{min(minutes):.1f} to {max(minutes):.1f}')
-        yield join(f'{name}, {metric}', f"{gpt2['train']:,}, {gpt2['valid']:,}",
-                   f"{gpt2['majority'][metric]:.2f}", *scores, *times)
+        metric = dict(cola='Matthews', mrpc='F1').get(task, 'accuracy')
+        models = [tuned[f'{run}_42', task] for run in ('gpt2', 'moep')]
+        yield join(f'{name}, {metric}', f"{models[0]['train']:,}, {models[0]['valid']:,}",
+                   f"{models[0]['majority'][metric]:.2f}",
+                   *(spread([seed[metric] for seed in row['seeds'].values()], 2) for row in models))
 
 
 # ---- Self-MoE -----------------------------------------------------------------------------------
