@@ -6,7 +6,10 @@ Compare runs: a table, and the curves in one page.
     python -m tools.compare out/moep --html moep.html --watch        # again every 10 seconds
 
 It reads only log.jsonl, also while a run trains. Runs that differ in nothing but the seed share a
-column: mean ± standard deviation; name the folder that `train.py --seeds=1,2,3` made, or each run.
+column: mean ± standard deviation. Name the folder that `train.py --seeds=1,2,3` made, or each run.
+Each column is tested against the first (Welch, two-sided) if all last evaluations are at the same
+step; "better" and "worse" need p < 0.01. Bits per byte are tested where tokenizers differ.
+
 A choice (block, expert, module) is unused if it got less than 1% of its layer's picks at the last
 evaluation. Effective choices: exp(entropy of the shares), 1 if one gets all. FLOPs, on the page:
 6 x active parameters x tokens (bytes: slots), without attention.
@@ -16,11 +19,12 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 
 from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
 from plumbing.log import read_log
-from plumbing.welch import spread, verdict
+from plumbing.welch import interval, spread, verdict
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
 UNUSED = 0.01                           # a choice with a smaller share of its layer's picks
@@ -95,7 +99,8 @@ def read_run(folder):
     run['axes']['steps'], by_key = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
     run['curves'] = [dict(y, kind='steps', panel=key, label='train') for key, y in by_key.items()]
     losses = [key for key in last if key[:1] == ('val',) and key[2] == 'loss']
-    run['losses'] = {key[1]: last[key] for key in losses}
+    run['scores'] = {key[1]: (last[key], last.get((*key[:2], 'bits_per_byte'), math.nan),
+                              evals[-1]['iter']) for key in losses}
     run['axes']['val'], by_key = curves(evals, losses, POINTS)
     for key, y in by_key.items():
         run['curves'].append(dict(y, kind='val', panel='loss', label=f'val {key[1]}'))
@@ -155,11 +160,13 @@ def make_cells(about, last, steps, evals, aux):
 
 
 def group_seeds(runs):
-    """The columns of the table: a run, or runs that differ in nothing but the seed."""
-    groups = {}
+    """The columns of the table: a run, or runs that differ in nothing but the seed. A seed that
+    comes again is in a column of its own."""
+    groups, seen = {}, Counter()
     for run in runs:
-        settings = dict(run['cells'][DIFFER], seed=None, commit=None)
-        groups.setdefault(str(settings), []).append(run)
+        settings = dict(run['cells'][DIFFER], commit=None)
+        seen[str(settings)] += 1
+        groups.setdefault((seen[str(settings)], str(settings | {'seed': None})), []).append(run)
     columns = []
     for group in groups.values():
         first = group[0]
@@ -169,11 +176,11 @@ def group_seeds(runs):
         cells = {section: {label: join([run['cells'][section].get(label, '-') for run in group])
                            for label in first['cells'][section]} for section in first['cells']}
         cells[DIFFER]['seed'] = ', '.join(run['cells'][DIFFER].get('seed', '-') for run in group)
-        losses = {name: [run['losses'].get(name, math.nan) for run in group]
-                  for name in first['losses']}
+        scores = {name: [run['scores'].get(name, (math.nan,) * 3) for run in group]
+                  for name in first['scores']}
         for run in group:
             run['group'] = len(columns)                  # they share a colour
-        columns.append(dict(name=name, cells=cells, losses=losses))
+        columns.append(dict(name=name, cells=cells, scores=scores))
     return columns
 
 
@@ -183,24 +190,42 @@ def join(texts):
         return texts[0]
     try:
         numbers = [float(text.replace(',', '')) for text in texts]
-        return spread(numbers, digits=len(texts[0].partition('.')[2]))
     except ValueError:
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
         return ', '.join(texts)
+    return spread(numbers, digits=len(texts[0].partition('.')[2]))
+
+
+def difference(ours, theirs):
+    """For each seed (loss, bits per byte, step) -> the gap between the means, and a test of it."""
+    steps = sorted({step for *_, step in ours + theirs})
+    ratios = [bits / loss for loss, bits, _ in ours + theirs]
+    if not all(map(math.isfinite, ratios)):
+        return '-', 'not tested: a loss is missing or nan'
+    if len(steps) > 1:
+        return '-', f"not tested: the last evaluations are at steps {', '.join(map(str, steps))}"
+    bits = max(ratios) > 1.001 * min(ratios)             # their tokenizers differ
+    ours, theirs = ([score[bits] for score in scores] for scores in (ours, theirs))
+    gap, unit = statistics.mean(ours) - statistics.mean(theirs), ' bits/byte' * bits
+    word, _, p = verdict(ours, theirs).partition(', ')
+    if p:
+        half = interval(ours, theirs)
+        p = f', 95% interval {gap - half:+.4f} to {gap + half:+.4f}, {p}'
+    return f'{gap:+.4f}{unit}', f'{word}, {gap:+.4f}{unit}{p}'
 
 
 def add_differences(columns):
     """To all columns but the first: their last val losses, less the first one's -> a sentence for
-    each: is the difference more than chance?"""
+    each with a test of the difference."""
     sentences = []
     first, *others = columns
     for column in others:
-        for name in [name for name in column['losses'] if name in first['losses']]:
-            ours, theirs = column['losses'][name], first['losses'][name]
-            difference = statistics.mean(ours) - statistics.mean(theirs)
-            column['cells']['validation'][f'{name}: difference'] = f'{difference:+.4f}'
-            sentences.append(f"{column['name']} against {first['name']}: {name} {difference:+.4f}, "
-                             f'{verdict(ours, theirs)}')
-    if others and max(len(losses) for c in columns for losses in c['losses'].values() or [[]]) < 2:
+        for name in [name for name in column['scores'] if name in first['scores']]:
+            gap, test = difference(column['scores'][name], first['scores'][name])
+            column['cells']['validation'][f'{name}: difference'] = gap
+            sentences.append(f"{column['name']} against {first['name']} on {name}: {test}")
+    if sentences and all('one seed: no test' in sentence for sentence in sentences):
         sentences = ['One run each shows little: on the toy corpora the seed alone moves the val '
                      'loss by about 0.04. Train each with --seeds=1,2,3']
     return sentences

@@ -162,8 +162,23 @@ def test_seeds_share_a_column(call, tmp_path):
     assert 'out/a, 3 seeds' in text and 'b0, 3 seeds' in text
     assert table['toy: last loss'] == ['2.0000 ± 1.0000', '3.5000 ± 2.0000']
     assert table['toy: difference'] == ['-', '+1.5000']
-    # p: scipy.stats.ttest_ind(..., equal_var=False)
-    assert 'b0, 3 seeds against out/a, 3 seeds: toy +1.5000, no clear difference, p = 0.331' in text
+    # scipy.stats.ttest_ind(..., equal_var=False) and its confidence_interval
+    assert ('b0, 3 seeds against out/a, 3 seeds on toy: no clear difference, +1.5000, '
+            '95% interval -2.6554 to +5.6554, p = 0.331') in text
     assert [run['group'] for run in page_data(tmp_path / 'page.html')['runs']] == [0, 0, 0, 1, 1, 1]
     hint = 'One run each'
     assert hint in call('out/a/seed_0', 'b0') and hint not in call('b0') and hint not in text
+    assert 'out/a, 3 seeds' in call('out/a', 'out/a/seed_1')          # a seed counts once
+
+
+@pytest.mark.parametrize('other, wanted', [
+    (evaluation(9, 1.0), 'on toy: not tested: the last evaluations are at steps 1, 9'),
+    (evaluation(1, math.nan), 'on toy: not tested: a loss is missing or nan'),
+    (evaluation(1, 2.0) | dict(val=dict(toy=dict(loss=2.0, bits_per_byte=1.0))),
+     'on toy: no clear difference, +0.6250 bits/byte')])
+def test_what_is_not_compared_as_usual(call, tmp_path, other, wanted):
+    """Runs of different length, a loss that is nan, another tokenizer"""
+    for seed, loss in enumerate([1.0, 2.0]):
+        write_log(tmp_path / f'a{seed}', start(n=1, seed=seed), evaluation(1, loss))
+        write_log(tmp_path / f'b{seed}', start(n=2, seed=seed), other)
+    assert wanted in call('a0', 'a1', 'b0', 'b1')
