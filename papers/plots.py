@@ -161,7 +161,7 @@ def lookup():
     axis.set(xticks=range(3), xticklabels=known, ylim=(0, 100),
              ylabel="% of a choice's entropy explained by")
     axis.legend(frameon=False)
-    title(figure, 'A router mostly looks up the token')
+    title(figure, 'MoEP and ModuleFormer mostly look up the token')
     return figure
 
 
