@@ -53,9 +53,6 @@ def find_files(inputs):
             raise UserError(f'{path} is an archive: unpack it, and give the folder')
         paths = [path]
         if path.is_dir():
-            closed = [str(p) for p in path.rglob('*') if p.is_dir() and not os.access(p, os.R_OK)]
-            if closed:
-                raise UserError(f'{closed[0]} cannot be read: permission denied')
             files = [file for file in path.rglob('*') if re.search(texts, file.name.lower())]
             hidden = [file for file in files if '/.' in f'/{file.relative_to(path).as_posix()}']
             paths = sorted({*files} - {*hidden})         # links to folders are not followed

@@ -35,10 +35,8 @@ from plumbing.cli import UserError, caught_signals, human, run_main
 from plumbing.compile import compile_model, recompute_blocks
 from plumbing.log import Log
 from plumbing.machine import CUDAGraphStep, Machine, widen
-from plumbing.muon import Muon, split_groups
 from plumbing.report import describe, show_plan, show_sample, show_step, utilisation
 from plumbing.settings import check_vocabulary, make_config, read_settings
-from plumbing.shard import shard, shard_optimizer
 from plumbing.tokenizer import copy_tokenizer, load_meta, shared_tokenizer
 
 
@@ -246,6 +244,7 @@ def make_optimizer(model, s, machine):
     lr = torch.tensor(s.learning_rate, device=machine.device) if machine.cuda else s.learning_rate
     kind = torch.optim.AdamW
     if s.optimizer == 'muon':
+        from plumbing.muon import Muon, split_groups
         kind, groups = Muon, split_groups(groups, model, s.muon_rate)
     optimizer = kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
                      capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
@@ -307,6 +306,7 @@ def run(s, module, keys, machine):
     if s.checkpoint_activations:
         recompute_blocks(model)
     if s.shard:
+        from plumbing.shard import shard, shard_optimizer
         shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
     if s.shard:

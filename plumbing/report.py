@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import human
-from plumbing.decode import fast_writer
 from plumbing.settings import ROOT
 
 USUAL_SHARE = 0.25                      # what training reaches of the rate of a matrix product
@@ -78,8 +77,7 @@ def show_sample(model, data, s, machine):
     model.eval()
     start = torch.tensor([[data.tokenizer.eot]], device=machine.device)
     with machine.autocast():
-        writer = fast_writer(model, machine)
-        ids = writer.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
+        ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
         is_routed = bool(model.routes(start))
     machine.say(f'\nsample\n{data.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
     run = shlex.quote(s.out_dir)
