@@ -32,7 +32,6 @@ from plumbing.bins import count_routes, load_bin, read_windows, score_batches, v
 from plumbing.checkpoint import (build_model, context_limit, copy_model, find_run, start_from,
                                  write_checkpoint)
 from plumbing.cli import UserError, caught_signals, human, run_main
-from plumbing.compile import compile_model, recompute_blocks
 from plumbing.log import Log
 from plumbing.machine import CUDAGraphStep, Machine, widen
 from plumbing.report import describe, show_plan, show_sample, show_step, utilisation
@@ -216,6 +215,7 @@ def make_step(model, optimizer, s, machine, steps):
     by_default = machine.cuda and steps >= 200           # compiling takes half a minute
     wants_compiled = by_default if s.compile is None else s.compile
     if wants_compiled and not s.shard:                   # the hooks of FSDP cannot be compiled
+        from plumbing.compile import compile_model
         model = compile_model(model, s.checkpoint_activations)
         if s.optimizer == 'muon':
             optimizer.compile()
@@ -304,6 +304,7 @@ def run(s, module, keys, machine):
     model.to(machine.device).train()
     widen(model, machine)                                # what trains is float32
     if s.checkpoint_activations:
+        from plumbing.compile import recompute_blocks
         recompute_blocks(model)
     if s.shard:
         from plumbing.shard import shard, shard_optimizer
