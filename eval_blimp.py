@@ -28,7 +28,6 @@ that rounding decides few close pairs. --data takes any folder of .jsonl files w
 
 import math
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -156,18 +155,13 @@ def leave_out_long(paradigms, by_tokenizer, skip_long):
 def score_sentences(model, sentences, budget=1024, device='cpu'):
     """-> (n,) float64: the log-probability of each sentence, 0 for those over the context."""
     s = sentences
-    flat = torch.from_numpy(np.fromiter(chain.from_iterable(s.ids), np.int64)).to(device)
-    length = torch.tensor(s.length, device=device)
-    start = length.cumsum(0) - length                    # of each sentence in flat
-    end = torch.tensor(s.end, device=device)
     scores = np.zeros(len(s.ids))
     for rows in tqdm(list(s.batches(budget)), unit='batch', leave=False, disable=None):
-        at = torch.from_numpy(rows).to(device)
-        width = int(s.width[rows[0]])                    # the first is the widest
-        t = torch.arange(width + 1, device=device)
-        inside = t < length[at, None]                                    # (B, width + 1)
-        positions = (start[at, None] + t).clamp(max=len(flat) - 1)
-        ids = torch.where(inside, flat[positions], end[t % s.slots])     # padded with end-of-text
+        size = int(s.width[rows[0]]) + 1                 # the first is the widest
+        padding = s.end * size
+        ids = torch.tensor([(s.ids[i] + padding)[:size] for i in rows], device=device)
+        t = torch.arange(size, device=device)
+        inside = t < torch.tensor(s.length[rows, None], device=device)
         is_target = inside & (t >= s.slots) & (ids != s.pad)
         targets = ids.masked_fill(~is_target, -1)
         _, nats, _ = model(ids[:, :-1], targets[:, 1:], reduction='none')

@@ -53,9 +53,6 @@ def find_files(inputs):
             raise UserError(f'{path} is an archive: unpack it, and give the folder')
         paths = [path]
         if path.is_dir():
-            closed = [str(p) for p in path.rglob('*') if p.is_dir() and not os.access(p, os.R_OK)]
-            if closed:
-                raise UserError(f'{closed[0]} cannot be read: permission denied')
             files = [file for file in path.rglob('*') if re.search(texts, file.name.lower())]
             hidden = [file for file in files if '/.' in f'/{file.relative_to(path).as_posix()}']
             paths = sorted({*files} - {*hidden})         # links to folders are not followed
@@ -312,15 +309,15 @@ def mix(target, inputs, passes, overwrite):
                 file.write(end.tobytes())
                 for (folder, low, high), times in zip(parts, passes):
                     tokens = np.memmap(folder / f'{split}.bin', tokenizer.dtype, 'r')
-                    spans = [(0, len(tokens))]
+                    spans = [(len(end), len(tokens))]
                     if split == 'train':
                         cut = lambda share: document_end(tokens, share * len(tokens), tokenizer)
                         spans = [(cut(low), cut(high))] * int(times)
                         spans += [(cut(low), cut(low + (high - low) * (times % 1)))]
                     whole = load_meta(folder)['splits'][split]
                     for first, last in spans:
-                        tokens[max(first, len(end)):last].tofile(file)
-                        share = max(0, last - max(first, len(end))) / whole['tokens']
+                        tokens[first:last].tofile(file)
+                        share = (last - first) / whole['tokens']
                         counts.update({key: n * share for key, n in whole.items()})
             splits[split] = {key: round(n) for key, n in counts.items()}
             print(f"{target}/{split}.bin: {splits[split]['tokens']:,} ids")

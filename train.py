@@ -32,13 +32,10 @@ from plumbing.bins import count_routes, load_bin, read_windows, score_batches, v
 from plumbing.checkpoint import (build_model, context_limit, copy_model, find_run, start_from,
                                  write_checkpoint)
 from plumbing.cli import UserError, caught_signals, human, run_main
-from plumbing.compile import compile_model, recompute_blocks
 from plumbing.log import Log
 from plumbing.machine import CUDAGraphStep, Machine, widen
-from plumbing.muon import Muon, split_groups
 from plumbing.report import describe, show_plan, show_sample, show_step, utilisation
 from plumbing.settings import check_vocabulary, make_config, read_settings
-from plumbing.shard import shard, shard_optimizer
 from plumbing.tokenizer import copy_tokenizer, load_meta, shared_tokenizer
 
 
@@ -218,6 +215,7 @@ def make_step(model, optimizer, s, machine, steps):
     by_default = machine.cuda and steps >= 200           # compiling takes half a minute
     wants_compiled = by_default if s.compile is None else s.compile
     if wants_compiled and not s.shard:                   # the hooks of FSDP cannot be compiled
+        from plumbing.compile import compile_model
         model = compile_model(model, s.checkpoint_activations)
         if s.optimizer == 'muon':
             optimizer.compile()
@@ -246,6 +244,7 @@ def make_optimizer(model, s, machine):
     lr = torch.tensor(s.learning_rate, device=machine.device) if machine.cuda else s.learning_rate
     kind = torch.optim.AdamW
     if s.optimizer == 'muon':
+        from plumbing.muon import Muon, split_groups
         kind, groups = Muon, split_groups(groups, model, s.muon_rate)
     optimizer = kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
                      capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
@@ -305,8 +304,10 @@ def run(s, module, keys, machine):
     model.to(machine.device).train()
     widen(model, machine)                                # what trains is float32
     if s.checkpoint_activations:
+        from plumbing.compile import recompute_blocks
         recompute_blocks(model)
     if s.shard:
+        from plumbing.shard import shard, shard_optimizer
         shard(model, machine)
     optimizer = make_optimizer(model, s, machine)
     if s.shard:

@@ -48,17 +48,11 @@ def read_checkpoint(path, mmap=False):
         ckpt = torch.load(file, map_location='cpu', weights_only=True, mmap=mmap)
         if 'weights' not in ckpt:
             raise UserError(f'{file} is not a checkpoint of train.py')
-        if not isinstance(ckpt['settings']['data'], str):
-            raise UserError(f'{file} was saved by an older version of this project: train again')
         return dict(ckpt, folder=str(file.parent))
 
 
 def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and adapters. changes: of its config."""
-    file = Path(ckpt['model'].replace('.', '/') + '.py')
-    copy = Path(ckpt['folder'], file.name)
-    if copy.exists() and not Path(ROOT, file).exists():
-        raise UserError(f'there is no {file} any more; put it back: cp {copy} {Path(ROOT, file)}')
     module = import_model(ckpt['model'])
     for old in changed_files(ckpt):
         print(f"note: the code of {ckpt['model']} has changed since {ckpt['folder']} was begun: "

@@ -11,10 +11,7 @@ from pathlib import Path
 import torch
 
 from plumbing.cli import human
-from plumbing.decode import fast_writer
 from plumbing.settings import ROOT
-
-USUAL_SHARE = 0.25                      # what training reaches of the rate of a matrix product
 
 
 def show_plan(model, data, it, steps, s, machine):
@@ -33,11 +30,8 @@ def show_plan(model, data, it, steps, s, machine):
     windows = steps * data.rows
     machine.say(f'plan      {steps:,} steps, {human(windows * data.T)} {data.noun}, '
                 f'{windows / data.n_windows:.2f} epochs of {data.n_windows:,} windows')
-    tokens = (steps - it) * data.rows * data.T
-    minutes = utilisation(model, tokens, machine) / USUAL_SHARE / 60
-    lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
-    machine.say(f'takes     {lasts}; weights, gradients and optimiser '
-                f'{human(4 * total + 12 * trained)}B, activations more')
+    machine.say(f'memory    {human(4 * total + 12 * trained)}B of weights, gradients, optimiser; '
+                'activations come on top')
     threads = f', threads: {torch.get_num_threads()}' * (machine.device.type == 'cpu')
     machine.say(f'machine   {machine.device}, {machine.dtype}{threads}, run folder {s.out_dir}')
     if it:
@@ -75,6 +69,7 @@ def describe(model, data, steps, s, machine):
 
 def show_sample(model, data, s, machine):
     """A sample of text, and what to do next."""
+    from plumbing.decode import fast_writer              # only now: training does not need it
     model.eval()
     start = torch.tensor([[data.tokenizer.eot]], device=machine.device)
     with machine.autocast():

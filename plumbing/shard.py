@@ -1,6 +1,9 @@
 """A model that is spread over several processes (FSDP2). A checkpoint holds the whole of it."""
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import distribute_tensor
 
 from plumbing.compile import blocks
 
@@ -9,8 +12,6 @@ def shard(model, machine):
     """Every process holds a part of each parameter and of its gradient. A block gathers its
     parameters when it runs, in float32, so autocast computes what it does without sharding. The
     embedding, the head, norms, and a block that all layers share stay gathered."""
-    from torch.distributed.device_mesh import init_device_mesh   # these take a second to import
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(machine.device.type, (machine.world,))
@@ -24,7 +25,6 @@ def shard(model, machine):
 
 def shard_optimizer(optimizer):
     """state_dict() returns the whole moments, and load_state_dict() takes a process's part."""
-    from torch.distributed.tensor import distribute_tensor
     params = [p for group in optimizer.param_groups for p in group['params']]
 
     def part(p, value):

@@ -337,6 +337,6 @@ def shared_tokenizer(folder, *others):
 
 def copy_tokenizer(source, target):
     """From a data set's folder into a run's."""
-    for name in filter(None, ['meta.json', load_tokenizer(source).file]):
+    for name in filter(None, ['meta.json', load_meta(source)['tokenizer']['file']]):
         with new_file(Path(target) / name, 'wb') as file:
             file.write((Path(source) / name).read_bytes())

@@ -1,7 +1,6 @@
 """What only a GPU can show: a step as a CUDA graph is the plain step, compiled is eager, bfloat16
 is close, grouped products and padded logits are exact."""
 
-import copy
 import functools
 import importlib.util
 import json
@@ -18,7 +17,7 @@ import stlm
 import stlm_depth
 import train
 from plumbing import rows
-from plumbing.compile import compile_model, recompute_blocks
+from plumbing.compile import compile_model
 from plumbing.decode import fast_writer
 from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
@@ -40,7 +39,8 @@ MODELS = dict(
 if importlib.util.find_spec('arena'):                    # a room: it may be taken away
     MODELS['dense'] = importlib.import_module('arena.dense'), dict(n_expert=4, top_k=2)
 AUX = dict(stlm_depth=dict(forecast=0.1, exit=1.0), dense=dict(balance=0.01))
-EXPERTS = {'moep', 'moduleformer', 'dense'} & {*MODELS}   # grouped products: fast in bfloat16 only
+# Grouped products are fast in bfloat16 only. A list: pytest-xdist wants the same order everywhere.
+EXPERTS = [name for name in ('moep', 'moduleformer', 'dense') if name in MODELS]
 
 
 def make(name, **changes):
@@ -166,7 +166,7 @@ def test_what_cannot_be_recorded_goes_on_plainly(capsys):
     assert capsys.readouterr().out.count('graph     not possible') == 1
 
 
-@pytest.mark.parametrize('name', ['moep', 'stlm_depth', *EXPERTS - {'moep'}])
+@pytest.mark.parametrize('name', ['moep', 'stlm_depth', *EXPERTS[1:]])
 def test_compiled_and_recorded_steps_are_close(name):
     machine = Machine('cuda', 'bfloat16')
     plain, _, _ = take_steps(name, 8, machine, graph=False)
@@ -187,23 +187,6 @@ def test_sharded_steps_are_plain_steps(name):
     finally:
         dist.destroy_process_group()
     assert sharded == pytest.approx(plain, rel=1e-2)
-
-
-@pytest.mark.parametrize('name', ['moep', 'papaformer', 'stlm', 'stlm_depth'])
-def test_recomputed_dropout_is_the_same(name):
-    torch.set_float32_matmul_precision('highest')
-    plain = make(name, dropout=0.5)
-    recomputed = copy.deepcopy(plain)
-    recompute_blocks(recomputed)
-    x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
-    results = []
-    for model in (plain, recomputed):
-        torch.manual_seed(1)
-        _, loss, aux = model(x, x.flip(1))
-        (loss + sum(aux.values())).backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def stock(run, data_dir, tmp_path_factory):
     (home / 'latin.txt').write_bytes('Caf\xe9\n'.encode('latin-1') * 20)
     (home / 'rows.jsonl').write_text('{"body": "A line."}\n' * 20)
     (home / 'books.tar.gz').write_bytes(gzip.compress(b'A tar is text, and headers.\n' * 20))
+    (home / 'cut.txt.gz').write_bytes(gzip.compress(b'A line.\n' * 20)[:-9])
     (home / 'broken.py').write_text('batch_size = (\n')
     (home / 'a_file').write_text('')
     return home
@@ -104,13 +105,13 @@ def one_line(done, script):
     ([*FROM, '--n_embd=32'], 'does not fit moep.py'),
     (['sample.py'], 'required: run'),
     (['sample.py', 'out/run', 'Once', 'upon'], 'a text goes into --prompt'),
-    (['sample.py', 'out/run', '--show=3'], 'goes with --score'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
     ([*TEXT], '--input'),
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
     ([*TEXT, '--input', 'a_file'], 'there is no text to train on'),
+    ([*TEXT, '--input', 'cut.txt.gz'], 'cut.txt.gz cannot be read: EOFError'),
     ([*TEXT, '--input', 'books.tar.gz'], 'books.tar.gz is an archive: unpack it'),
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),

@@ -85,29 +85,13 @@ def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
 
 def test_score(call, trained, tmp_path):
     """Of a file as one document, end-of-text included."""
-    path = tmp_path / 'a.txt'
-    path.write_text('The dogs near the tree are happy.')
-    numbers = re.findall(r'\d+\.\d+', call('--score', path).rpartition('a.txt')[2])
-    loss, perplexity, bits = map(float, numbers)
+    text = 'The dogs near the tree are happy.'
+    (tmp_path / 'a.txt').write_text(text)
+    line = call('--score', tmp_path / 'a.txt').rpartition('a.txt')[2]
     model, _ = load_checkpoint(trained)
     tokenizer = load_tokenizer(trained)
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(path.read_text()), tokenizer.eot]])
-    assert model(ids[:, :-1], ids[:, 1:])[1].item() == pytest.approx(loss, abs=1e-3)
-    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
-    nats = loss * (ids.size(1) - 1)
-    assert bits == pytest.approx(nats / math.log(2) / len(path.read_bytes()), rel=1e-3)
-
-
-def test_the_worst_sentences(call, trained, tmp_path):
-    sentences = ['The dogs are happy.', 'Zq "xx"?', 'One day the king ran home!', 'No end']
-    (tmp_path / 'a.txt').write_text(' '.join(sentences))
-    _, *lines = call('--score', tmp_path / 'a.txt', '--show', 9).splitlines()
-    shown = [line.split(maxsplit=1) for line in lines]
-    model, _ = load_checkpoint(trained)
-    tokenizer = load_tokenizer(trained)
-    parts = [tokenizer.encode(' ' * (i > 0) + part) for i, part in enumerate(sentences)]
-    ids = torch.tensor([[tokenizer.eot, *sum(parts, [])]])
-    nats = model(ids[:, :-1], ids[:, 1:], reduction='none')[1][0].split([*map(len, parts)])
-    loss = {text: part.mean().item() for text, part in zip(sentences, nats)}
-    assert [text for _, text in shown] == sorted(sentences, key=loss.get, reverse=True)
-    assert all(float(n) == pytest.approx(loss[text], abs=1e-3) for n, text in shown)
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text), tokenizer.eot]])
+    loss = model(ids[:, :-1], ids[:, 1:])[1].item()
+    bits = loss * (ids.size(1) - 1) / math.log(2) / len(text)
+    numbers = map(float, re.findall(r'\d+\.\d+', line))
+    assert [*numbers] == pytest.approx([loss, math.exp(loss), bits], rel=1e-3)

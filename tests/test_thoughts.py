@@ -2,16 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
 import stlm
 from plumbing.bins import load_bin
-from plumbing.machine import Machine
-from plumbing.settings import Settings
 from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer
 from prepare import write_data_set
 from test_stlm import bases, texts
-from train import Data
 
 QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
 PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
@@ -42,18 +38,6 @@ def test_a_document_in_parts_pauses_once(tmp_path):
     parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)[1:-1]
     assert sorted(part[:-1].tolist() for part in parts) == sorted(map(tokenizer.encode, docs))
     assert (ids == tokenizer.pad).sum() == 6
-
-
-def test_pauses_are_read_and_never_predicted(tmp_path):
-    """The solution's first token is predicted from the last pause."""
-    pairs = [('train', PROBLEM)] * 9 + [('val', PROBLEM)]
-    write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 4))
-    s, tokenizer = Settings(batch_size=2), load_tokenizer(tmp_path / 'd')
-    data = Data(s, [tmp_path / 'd'], [], tokenizer, 99, Machine('cpu', 'float32'))
-    (x,), (y,) = data.windows(0)
-    assert torch.equal(y[:, :-1], x[:, 1:].masked_fill(x[:, 1:] == data.pad, -1))
-    last = (x[0] == data.pad).nonzero()[3]               # the last pause of the first problem
-    assert y[0, last] == tokenizer.encode('3')[0] and (y[0, last - 4:last] == -1).all()
 
 
 # ---- Sentences -----------------------------------------------------------------------------------
