@@ -4,9 +4,10 @@ Look at what a trained model does.
     python sample.py out/moep --prompt "Once upon a time" --num 3    # text
     python sample.py out/moep --prompt "Once upon a time" --next 5   # the most probable next tokens
     python sample.py out/moep --prompt "Once upon a time" --routes   # what each token took
-    python sample.py out/moep --score book.txt                       # how well it predicts a text
+    python sample.py out/moep --score book.txt --show 5              # how well it predicts a text
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,34 @@ def choices(gate):
     return ' '.join(f'{i}:{100 * gate[i]:.0f}' for i in chosen)
 
 
-def show_scores(model, tokenizer, paths, machine):
-    """Of each file, read as one document."""
+def show_scores(model, tokenizer, paths, n_shown, machine):
+    """Of each file, read as one document, and of its n_shown worst sentences."""
     for path in paths:
         with reading(path):
             text = Path(path).read_text(encoding='utf-8')
         ids = np.array([*tokenizer.end, *tokenizer.encode(text), *tokenizer.end])
         batches = val_batches(ids, model.config.block_size, 8, tokenizer.pad)
-        score = score_batches(model, batches, tokenizer, machine)
+        nats = []
+        score = score_batches(model, batches, tokenizer, machine, nats)
         print(f"{path}: loss {score['loss']:.4f} per token, perplexity {score['perplexity']:.5g}, "
               f"{score['bits_per_byte']:.4f} bits per byte")
+        if n_shown:
+            show_worst(torch.cat(nats).numpy()[:len(ids) - 1], ids[1:], tokenizer, n_shown)
+
+
+def show_worst(nats, ids, tokenizer, n):
+    """The n sentences with the highest loss per token, which stands in front."""
+    parts = [tokenizer.token_bytes[i] for i in ids]
+    text, size = b''.join(parts), np.array([*map(len, parts)])
+    end = np.array([m.end() for m in re.finditer(rb'[.!?]["\')\]]*(?=\s)|\n|$', text)])
+    is_text = size > 0                                   # not end-of-text, nor padding
+    sentence = end.searchsorted(size.cumsum())[is_text]
+    count = np.bincount(sentence, minlength=len(end))
+    loss = np.bincount(sentence, nats[is_text], len(end)) / count.clip(1)
+    words = [text[a:b].decode('utf-8', 'replace').strip() for a, b in zip([0, *end], end)]
+    worst = sorted(filter(words.__getitem__, range(len(end))), key=lambda i: -loss[i])
+    for i in worst[:n]:
+        print(f'{loss[i]:8.4f}  {words[i]}')
 
 
 def read_arguments():
@@ -84,9 +103,13 @@ def read_arguments():
                        help='print the blocks and experts that each token took')
     shown.add_argument('--score', nargs='+', metavar='FILE',
                        help='loss, perplexity and bits per byte of text files')
+    parser.add_argument('--show', type=between(1, 10 ** 6), metavar='N',
+                        help='with --score: print the N sentences with the highest loss per token')
     args, words = parser.parse_known_args()
     if words:
         parser.error(f'unknown: {" ".join(words)}; a text goes into --prompt "..."')
+    if args.show and not args.score:
+        parser.error('--show goes with --score')
     return args
 
 
@@ -115,7 +138,7 @@ def main():
     model, ckpt = load_checkpoint(args.run, device)
     tokenizer = run_tokenizer(ckpt)
     if args.score:
-        return show_scores(model, tokenizer, args.score, machine)
+        return show_scores(model, tokenizer, args.score, args.show, machine)
     prompt = torch.tensor([encode_prompt(args.prompt, tokenizer)], device=device)
     limit = context_limit(model) or 10 ** 9
     if args.next:

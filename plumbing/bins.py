@@ -46,9 +46,9 @@ def val_batches(tokens, seq_len, batch_size, pad, eval_tokens=None, rank=0, worl
 
 
 @torch.no_grad()
-def score_batches(model, batches, tokenizer, machine):
+def score_batches(model, batches, tokenizer, machine, each=None):
     """Loss per token, perplexity, and bits per byte: the cost of all tokens, end-of-text included,
-    over the bytes of the text."""
+    over the bytes of the text. each: a list that gets the cost of each token, batch by batch."""
     model.eval()
     token_lengths = torch.tensor([len(b) for b in tokenizer.token_bytes])
     sums = torch.zeros(3, dtype=torch.float64)           # nats, targets, bytes
@@ -56,8 +56,10 @@ def score_batches(model, batches, tokenizer, machine):
         with machine.autocast():
             nats = model(machine.send(x), machine.send(y), reduction='none')[1]
         scored = y >= 0
-        nats = nats.float().cpu().double().sum()
-        sums += torch.stack((nats, scored.sum(), token_lengths[y[scored]].sum()))
+        nats = nats.flatten().float().cpu()
+        if each is not None:
+            each.append(nats)
+        sums += torch.stack((nats.double().sum(), scored.sum(), token_lengths[y[scored]].sum()))
     nats, targets, n_bytes = machine.sum(sums).tolist()
     model.train()
     loss = nats / targets

@@ -13,6 +13,8 @@ import torch
 from plumbing.cli import human
 from plumbing.settings import ROOT
 
+USUAL_SHARE = 0.25                      # what training reaches of the rate of a matrix product
+
 
 def show_plan(model, data, it, steps, s, machine):
     total, active = model.count_params()
@@ -30,8 +32,11 @@ def show_plan(model, data, it, steps, s, machine):
     windows = steps * data.rows
     machine.say(f'plan      {steps:,} steps, {human(windows * data.T)} {data.noun}, '
                 f'{windows / data.n_windows:.2f} epochs of {data.n_windows:,} windows')
-    machine.say(f'memory    {human(4 * total + 12 * trained)}B of weights, gradients, optimiser; '
-                'activations come on top')
+    tokens = (steps - it) * data.rows * data.T
+    minutes = utilisation(model, tokens, machine) / USUAL_SHARE / 60
+    lasts = f'about {minutes:.0f} min' if minutes >= 1 else 'less than a minute'
+    machine.say(f'takes     {lasts}; weights, gradients and optimiser '
+                f'{human(4 * total + 12 * trained)}B, activations more')
     threads = f', threads: {torch.get_num_threads()}' * (machine.device.type == 'cpu')
     machine.say(f'machine   {machine.device}, {machine.dtype}{threads}, run folder {s.out_dir}')
     if it:

@@ -105,6 +105,7 @@ def one_line(done, script):
     ([*FROM, '--n_embd=32'], 'does not fit moep.py'),
     (['sample.py'], 'required: run'),
     (['sample.py', 'out/run', 'Once', 'upon'], 'a text goes into --prompt'),
+    (['sample.py', 'out/run', '--show=3'], 'goes with --score'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
     ([*TEXT], '--input'),

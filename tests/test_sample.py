@@ -83,15 +83,23 @@ def test_a_prompt_inside_a_chunk_of_bytes(call, smoke):
         assert '<end>' in lines and '<eot>' not in lines
 
 
-def test_score(call, trained, tmp_path):
-    """Of a file as one document, end-of-text included."""
-    text = 'The dogs near the tree are happy.'
+def test_scores(call, trained, tmp_path):
+    """Of a file as one document, end-of-text included; and of its sentences, the worst first."""
+    sentences = ['The dogs are happy.', 'Zq "xx"?', 'One day the king ran home!', 'No end']
+    text = ' '.join(sentences)
     (tmp_path / 'a.txt').write_text(text)
-    line = call('--score', tmp_path / 'a.txt').rpartition('a.txt')[2]
+    first, *lines = call('--score', tmp_path / 'a.txt', '--show', 9).splitlines()
     model, _ = load_checkpoint(trained)
     tokenizer = load_tokenizer(trained)
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text), tokenizer.eot]])
-    loss = model(ids[:, :-1], ids[:, 1:])[1].item()
-    bits = loss * (ids.size(1) - 1) / math.log(2) / len(text)
-    numbers = map(float, re.findall(r'\d+\.\d+', line))
-    assert [*numbers] == pytest.approx([loss, math.exp(loss), bits], rel=1e-3)
+    parts = [tokenizer.encode(' ' * (i > 0) + part) for i, part in enumerate(sentences)]
+    ids = torch.tensor([[tokenizer.eot, *sum(parts, []), tokenizer.eot]])
+    nats = model(ids[:, :-1], ids[:, 1:], reduction='none')[1][0].detach()
+    mean = nats.mean().item()
+    bits = nats.sum().item() / math.log(2) / len(text)
+    numbers = map(float, re.findall(r'\d+\.\d+', first.rpartition('a.txt')[2]))
+    assert [*numbers] == pytest.approx([mean, math.exp(mean), bits], rel=1e-3)
+    *costs, _ = nats.split([*map(len, parts), 1])
+    loss = {sentence: cost.mean().item() for sentence, cost in zip(sentences, costs)}
+    shown = [line.split(maxsplit=1) for line in lines]
+    assert [sentence for _, sentence in shown] == sorted(sentences, key=loss.get, reverse=True)
+    assert all(float(n) == pytest.approx(loss[sentence], abs=1e-3) for n, sentence in shown)
