@@ -250,8 +250,9 @@ def test_table_and_exit_code(run, monkeypatch):
     assert lines[1].startswith('WRONG  shapes')
 
 
-def test_the_entry_of_a_router(run, monkeypatch):
+@pytest.mark.parametrize('name, said', [
+    ('arena/sigmoid.py', 'arena/sigmoid.py with config/moep.py\n'),
+    ('arena.dense', 'arena/dense.py with small sizes\n')])
+def test_where_sizes_come_from(name, said, run, monkeypatch):
     monkeypatch.setattr(check, 'CHECKS', ())
-    for name in ('arena.sigmoid', 'arena/sigmoid.py'):
-        text = run('tools.check', name, here=True).stdout
-        assert text == 'arena/sigmoid.py with arena/entries.py: router_sigmoid\n'
+    assert run('tools.check', name, here=True).stdout == said
