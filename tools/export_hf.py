@@ -15,14 +15,13 @@ exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
 import json
-import re
 from pathlib import Path
 
 import torch
 
 from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.settings import ROOT, import_model
+from plumbing.settings import ROOT, import_model, model_sources
 from plumbing.tokenizer import EOT, PATTERN, byte_letters, load_meta
 from tools.import_hf import (FAMILIES, GPT2_SETTINGS, LLAMA_SETTINGS, MIXTRAL, SCALING, WINDOWS,
                              gpt2_names, llama_names)
@@ -151,9 +150,7 @@ def export(path, folder, bos=False, ours=False):
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
     architecture = None if ours else find_native(ckpt['model'], model)
-    imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
-    files = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
-    if {*imports} & files:
+    if len(model_sources(ckpt['model'])) > 1:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:

@@ -105,18 +105,15 @@ class Tensors:
         with reading(path):
             return torch.from_numpy(np.memmap(path, as_numpy, 'c', first, shape)).view(as_torch)
 
-    def is_tied(self, config, embedding):
-        """Whether the embedding is the head. Then either name may be missing in the file."""
-        is_tied = 'lm_head.weight' not in self.places or bool(config.get('tie_word_embeddings'))
-        if is_tied and 'lm_head.weight' in self.places:
-            self.places.setdefault(embedding, self.places.pop('lm_head.weight'))
-        return is_tied
-
     def take_all(self, names, config):
-        """Our tensors by name, of {ours: theirs}, and whether embedding and head are one."""
-        is_tied = self.is_tied(config, *names['wte.weight'])
+        """Our tensors by name, of {ours: theirs}, and whether embedding and head are one. If so,
+        either of their names may be missing in the file."""
+        embedding, = names['wte.weight']
+        is_tied = 'lm_head.weight' not in self.places or bool(config.get('tie_word_embeddings'))
         if not is_tied:
             names = names | {'head.weight': ['lm_head.weight']}
+        elif 'lm_head.weight' in self.places:
+            self.places.setdefault(embedding, self.places.pop('lm_head.weight'))
         return {ours: self.join(theirs) for ours, theirs in names.items()}, is_tied
 
     def join(self, theirs):
@@ -160,46 +157,67 @@ FAMILIES = dict(                                         # qkv_bias, qk_norm, na
 WINDOWS = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what transformers assumes
 
 
+# {our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one per
+# expert, each is transposed, and ours is the stack.
+
+def all_layers(n_layer, ours, theirs, block):
+    """The names of `block` in every layer, behind the names of the layer."""
+    def place(names, layer):
+        return [place(name, layer) if isinstance(name, list) else f'{layer}.{name}'
+                for name in names]
+    return {f'{ours}.{i}.{name}': place(names, f'{theirs}.{i}')
+            for i in range(n_layer) for name, names in block.items()}
+
+
 def gpt2_names(n_layer):
-    """{our tensor: theirs}, as llama_names: theirs are (in, out), ours (out, in)."""
-    names = {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
-             'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias']}
-    parts = dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
-                 fc='mlp.c_fc', down='mlp.c_proj')
-    for i in range(n_layer):
-        for ours, theirs in parts.items():
-            weight = [f'h.{i}.{theirs}.weight']
-            names[f'first.{i}.{ours}.weight'] = weight if 'norm' in ours else [weight]
-            names[f'first.{i}.{ours}.bias'] = [f'h.{i}.{theirs}.bias']
-    return names
+    """Theirs are (in, out), ours (out, in)."""
+    block = {}
+    for ours, theirs in dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
+                             fc='mlp.c_fc', down='mlp.c_proj').items():
+        weight = [f'{theirs}.weight']
+        block[f'{ours}.weight'] = weight if 'norm' in ours else [weight]
+        block[f'{ours}.bias'] = [f'{theirs}.bias']
+    return {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
+            'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias'],
+            **all_layers(n_layer, 'first', 'h', block)}
 
 
 def llama_names(family, n_layer, n_expert):
-    """{our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one
-    per expert, each is transposed, and ours is the stack."""
     qkv_bias, qk_norm, mixture = family
-    names = {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight']}
-    for i in range(n_layer):
-        layer = f'layers.{i}'
-        block = {'norm_1.weight': [f'{layer}.input_layernorm.weight'],
-                 'norm_2.weight': [f'{layer}.post_attention_layernorm.weight'],
-                 'qkv.weight': [f'{layer}.self_attn.{z}_proj.weight' for z in 'qkv'],
-                 'proj.weight': [f'{layer}.self_attn.o_proj.weight']}
-        if qkv_bias:
-            block['qkv.bias'] = [f'{layer}.self_attn.{z}_proj.bias' for z in 'qkv']
-        if qk_norm != 'none':
-            block |= {f'norm_{z}.weight': [f'{layer}.self_attn.{z}_norm.weight'] for z in 'qk'}
-        if mixture:
-            *_, home, gate, up, down = mixture
-            experts = [f'{layer}.{home}.experts.{e}' for e in range(n_expert)]
-            block |= {'ffn.router.linear.weight': [f'{layer}.{home}.gate.weight'],
-                      'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
-                      'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
-        else:
-            block |= {'ffn.fc.weight': [f'{layer}.mlp.{z}_proj.weight' for z in ('gate', 'up')],
-                      'ffn.down.weight': [f'{layer}.mlp.down_proj.weight']}
-        names |= {f'blocks.{i}.{ours}': theirs for ours, theirs in block.items()}
-    return names
+    block = {'norm_1.weight': ['input_layernorm.weight'],
+             'norm_2.weight': ['post_attention_layernorm.weight'],
+             'qkv.weight': [f'self_attn.{z}_proj.weight' for z in 'qkv'],
+             'proj.weight': ['self_attn.o_proj.weight']}
+    if qkv_bias:
+        block['qkv.bias'] = [f'self_attn.{z}_proj.bias' for z in 'qkv']
+    if qk_norm != 'none':
+        block |= {f'norm_{z}.weight': [f'self_attn.{z}_norm.weight'] for z in 'qk'}
+    if mixture:
+        *_, home, gate, up, down = mixture
+        experts = [f'{home}.experts.{e}' for e in range(n_expert)]
+        block |= {'ffn.router.linear.weight': [f'{home}.gate.weight'],
+                  'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
+                  'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
+    else:
+        block |= {'ffn.fc.weight': ['mlp.gate_proj.weight', 'mlp.up_proj.weight'],
+                  'ffn.down.weight': ['mlp.down_proj.weight']}
+    return {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight'],
+            **all_layers(n_layer, 'blocks', 'layers', block)}
+
+
+def molm_names(n_layer, identity_kv):
+    block = {f'norm_{n}.{kind}': [f'ln_{n}.{kind}'] for n in (1, 2) for kind in ('weight', 'bias')}
+    for ours, theirs, into, out in (('att', 'attn.q_proj', 'q', 'o'),
+                                    ('ffd', 'mlpf', 'fc', 'down')):
+        block |= {f'{ours}.{into}.weight': [f'{theirs}.experts.weight'],
+                  f'{ours}.{out}.weight': [f'{theirs}.output_experts.weight'],
+                  f'{ours}.router.B.weight': [f'{theirs}.gate.w_gate.0.weight'],
+                  f'{ours}.router.B.bias': [f'{theirs}.gate.w_gate.0.bias'],
+                  f'{ours}.router.A.weight': [f'{theirs}.gate.w_gate.3.weight']}
+    for kind in () if identity_kv else ('weight', 'bias'):
+        block[f'att.kv.{kind}'] = [f'attn.k_proj.{kind}', f'attn.v_proj.{kind}']
+    return {'wte.weight': ['wte.weight'], 'norm_f.weight': ['ln_f.weight'],
+            'norm_f.bias': ['ln_f.bias'], **all_layers(n_layer, 'blocks', 'h', block)}
 
 
 # Each: config.json, tensors and the architecture's name -> our file, its weights, its config
@@ -263,25 +281,9 @@ def read_molm(c, tensors, name=None):
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
             k_mlp=[c['k_att']])
     identity_kv = c['att_hidden'] == c['n_embd'] and c['n_head'] == 1
-    names = {'ln_1.weight': 'norm_1.weight', 'ln_1.bias': 'norm_1.bias',
-             'ln_2.weight': 'norm_2.weight', 'ln_2.bias': 'norm_2.bias'}
-    for theirs, ours, maps in (('attn.q_proj', 'att', ('q', 'o')), ('mlpf', 'ffd', ('fc', 'down'))):
-        names |= {f'{theirs}.experts.weight': f'{ours}.{maps[0]}.weight',
-                  f'{theirs}.output_experts.weight': f'{ours}.{maps[1]}.weight',
-                  f'{theirs}.gate.w_gate.0.weight': f'{ours}.router.B.weight',
-                  f'{theirs}.gate.w_gate.0.bias': f'{ours}.router.B.bias',
-                  f'{theirs}.gate.w_gate.3.weight': f'{ours}.router.A.weight'}
-    tied = tensors.is_tied(c, 'wte.weight')
-    weights = {name.replace('ln_', 'norm_'): tensors.take(name)
-               for name in ('wte.weight', 'ln_f.weight', 'ln_f.bias')}
-    weights['head.weight'] = weights['wte.weight'].clone() if tied \
-        else tensors.take('lm_head.weight')              # ours is untied
-    for i in range(c['n_layer']):
-        for theirs, ours in names.items():
-            weights[f'blocks.{i}.{ours}'] = tensors.take(f'h.{i}.{theirs}')
-        for kind in () if identity_kv else ('weight', 'bias'):
-            k, v = (tensors.take(f'h.{i}.attn.{name}_proj.{kind}') for name in 'kv')
-            weights[f'blocks.{i}.att.kv.{kind}'] = torch.cat((k, v))
+    weights, tied = tensors.take_all(molm_names(c['n_layer'], identity_kv), c)
+    if tied:                                             # ours is untied
+        weights['head.weight'] = weights['wte.weight'].clone()
     return 'moduleformer', weights, dict(
         block_size=c['block_size'], n_layer=c['n_layer'], n_embd=c['n_embd'], n_head=c['n_head'],
         n_att=c['n_att_experts'], d_att=c['att_hidden'], n_ffd=c['n_mlp_experts'],
@@ -353,8 +355,7 @@ def read_licence(folder):
     """As the front of its model card names it."""
     card = folder / 'README.md'
     text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
-    front = re.match(r'---\n(.*?)\n---', text, re.DOTALL)
-    found = re.search(r'^license: *(\S+)', front[1], re.MULTILINE) if front else None
+    found = re.match(r'---\n(?:(?!---).*\n)*?license: *(\S+)', text)
     return found[1] if found else 'unknown'
 
 
