@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import (
-    Parser, UserError, between, human, numbers, reading, run_main, write_json)
+from plumbing.cli import (Parser, UserError, between, human, numbers, reading, run_main,
+                          write_json)
 from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
 from plumbing.text import read_lines
@@ -148,14 +148,12 @@ def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     train = Examples(*train_set, tokenizer, limit, machine.device)
     valid = Examples(*valid_set, tokenizer, limit, machine.device)
     runs = [fit(base, task, train, valid, seed, args, machine) for seed in seeds]
-    mean, spread = {}, {}
-    for metric in task.metrics:
-        values = [run['scores'][metric] for run in runs]
-        mean[metric] = statistics.fmean(values)
-        spread[metric] = statistics.stdev(values) if len(values) > 1 else None
+    values = {metric: [run['scores'][metric] for run in runs] for metric in task.metrics}
+    std = statistics.stdev if len(runs) > 1 else lambda values: None
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
                 majority=majority(train_set[1], valid_set[1], task),
-                mean=mean, spread=spread, runs=runs)
+                mean={metric: statistics.fmean(values[metric]) for metric in values},
+                spread={metric: std(values[metric]) for metric in values}, runs=runs)
 
 
 # ---- Metrics ------------------------------------------------------------------------------------
@@ -213,11 +211,10 @@ def choose_tasks(wanted, folder):
             raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
         files = find_files(folder, name)
         missing = ' and no '.join(split for split, paths in files.items() if not paths)
-        if wanted == 'all' and not any(files.values()):
-            continue
-        if missing:
+        if missing and (wanted != 'all' or any(files.values())):
             raise UserError(f'{folder} holds no {missing} file of {name}; see --help')
-        tasks[name] = files
+        if not missing:
+            tasks[name] = files
     if not tasks:
         raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
                         'rte.valid.jsonl')

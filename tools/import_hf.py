@@ -34,7 +34,7 @@ DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
 # What is downloaded: not Mistral's consolidated.safetensors, for instance
 FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
 # Masks and tables that old files hold and no model needs
-BUFFERS = r'(attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
+BUFFERS = r'(\battn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
 
 # ---- The folder ---------------------------------------------------------------------------------
@@ -61,72 +61,65 @@ def read_json(path):
 def find_shards(folder):
     """The .safetensors files: those of the index, or the only one."""
     index = folder / 'model.safetensors.index.json'
-    names = ['model.safetensors']
-    if index.exists():
-        names = sorted({*read_json(index)['weight_map'].values()})
-    for name in names:
+    names = {*read_json(index)['weight_map'].values()} if index.exists() else {'model.safetensors'}
+    for name in sorted(names):
         if not (folder / name).is_file():
             if any(folder.glob('*.bin')) and not index.exists():
                 raise UserError(f'{folder} has its weights as pickles (.bin), which run code when '
                                 'they are read: get its .safetensors files, or convert it as '
                                 'docs/weights.md does')
             raise UserError(f'{folder / name} is missing: is the download complete?')
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(names)]
 
 
-class Tensors:
-    """The tensors of a folder by name, without the prefix that some files have. A .safetensors file
-    is the length of a header (8 bytes), the header (JSON), and raw numbers."""
+def read_tensors(folder):
+    """{name: tensor}, without the prefix that some files have. Each is mapped from its file: it
+    takes no memory until it is read. A .safetensors file is the length of a header (8 bytes), the
+    header (JSON), and raw numbers."""
+    tensors = {}
+    for path in find_shards(folder):
+        with reading(path), open(path, 'rb') as file:
+            size = int.from_bytes(file.read(8), 'little')
+            if size > path.stat().st_size:
+                raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
+                                'them: git lfs pull')
+            header = json.loads(file.read(size))
+            header.pop('__metadata__', None)
+            for name, entry in header.items():
+                if re.search(BUFFERS, name):
+                    continue
+                if entry['dtype'] not in DTYPES:
+                    raise UserError(f"{name} is {entry['dtype']}; only {', '.join(DTYPES)} can be "
+                                    'read')
+                as_numpy, as_torch = DTYPES[entry['dtype']]
+                first = 8 + size + entry['data_offsets'][0]
+                numbers = np.memmap(path, as_numpy, 'c', first, tuple(entry['shape']))
+                name = re.sub(r'^(transformer|model)\.', '', name)
+                tensors[name] = torch.from_numpy(numbers).view(as_torch)
+    return tensors
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.places = {}                                 # {name: (file, type, shape, first byte)}
-        for path in find_shards(folder):
-            with reading(path), open(path, 'rb') as file:
-                size = int.from_bytes(file.read(8), 'little')
-                if size > path.stat().st_size:
-                    raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
-                                    'them: git lfs pull')
-                header = json.loads(file.read(size))
-                header.pop('__metadata__', None)
-                for name, entry in header.items():
-                    name = re.sub(r'^(transformer|model)\.', '', name)
-                    first = 8 + size + entry['data_offsets'][0]
-                    self.places[name] = path, entry['dtype'], tuple(entry['shape']), first
 
-    def take(self, name):
-        """A tensor, mapped from its file: it takes no memory until it is read."""
-        if name not in self.places:
-            raise UserError(f'{self.folder} has no tensor {name}')
-        path, kind, shape, first = self.places.pop(name)
-        if kind not in DTYPES:
-            raise UserError(f'{name} is {kind}; only F32, F16 and BF16 can be read')
-        as_numpy, as_torch = DTYPES[kind]
-        with reading(path):
-            return torch.from_numpy(np.memmap(path, as_numpy, 'c', first, shape)).view(as_torch)
+def take_all(tensors, names, config):
+    """Our tensors by name, of {ours: theirs}, and whether embedding and head are one. If so, either
+    of their names may be missing in the file. What is left in `tensors` has no place."""
+    embedding, = names['wte.weight']
+    is_tied = 'lm_head.weight' not in tensors or bool(config.get('tie_word_embeddings'))
+    if not is_tied:
+        names = names | {'head.weight': ['lm_head.weight']}
+    elif 'lm_head.weight' in tensors:
+        tensors.setdefault(embedding, tensors.pop('lm_head.weight'))
+    return {ours: join(tensors, theirs) for ours, theirs in names.items()}, is_tied
 
-    def take_all(self, names, config):
-        """Our tensors by name, of {ours: theirs}, and whether embedding and head are one. If so,
-        either of their names may be missing in the file."""
-        embedding, = names['wte.weight']
-        is_tied = 'lm_head.weight' not in self.places or bool(config.get('tie_word_embeddings'))
-        if not is_tied:
-            names = names | {'head.weight': ['lm_head.weight']}
-        elif 'lm_head.weight' in self.places:
-            self.places.setdefault(embedding, self.places.pop('lm_head.weight'))
-        return {ours: self.join(theirs) for ours, theirs in names.items()}, is_tied
 
-    def join(self, theirs):
-        if isinstance(theirs[0], list):
-            parts = [self.join(names).T for names in theirs]
-            return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
-        parts = [self.take(name) for name in theirs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def check_empty(self):
-        left = [name for name in self.places if not re.search(BUFFERS, name)]
-        if left:
-            raise UserError(f'{self.folder} has a tensor {left[0]}: our model has no place for it')
+def join(tensors, theirs):
+    if isinstance(theirs[0], list):
+        parts = [join(tensors, names).T for names in theirs]
+        return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
+    for name in theirs:
+        if name not in tensors:
+            raise UserError(f'there is no tensor {name} in the .safetensors files')
+    parts = [tensors.pop(name) for name in theirs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def require(config, **supported):
@@ -227,7 +220,7 @@ def read_gpt2(c, tensors, name):
             n_inner=[None, 4 * c['n_embd']], layer_norm_epsilon=[1e-5], scale_attn_weights=[True],
             scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
     keys = {ours: c[theirs] for ours, theirs in GPT2_SETTINGS.items()}
-    weights, tied = tensors.take_all(gpt2_names(c['n_layer']), c)
+    weights, tied = take_all(tensors, gpt2_names(c['n_layer']), c)
     return 'moep', weights, dict(keys, n_parallel=0, tied=tied)
 
 
@@ -240,7 +233,7 @@ def read_llama(c, tensors, name):
             attention_bias=[False], mlp_bias=[False], use_sliding_window=[False], clip_qkv=[None],
             mlp_only_layers=[[]], decoder_sparse_step=[1])
     n_expert = c.get('num_experts', c.get('num_local_experts')) if mixture else 1
-    weights, tied = tensors.take_all(llama_names(family, c['num_hidden_layers'], n_expert), c)
+    weights, tied = take_all(tensors, llama_names(family, c['num_hidden_layers'], n_expert), c)
     n_head = c['num_attention_heads']
     return 'selfmoe', weights, {ours: c[theirs] for ours, theirs in LLAMA_SETTINGS.items()} | dict(
         n_kv_head=c.get('num_key_value_heads') or n_head,
@@ -281,7 +274,7 @@ def read_molm(c, tensors, name=None):
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
             k_mlp=[c['k_att']])
     identity_kv = c['att_hidden'] == c['n_embd'] and c['n_head'] == 1
-    weights, tied = tensors.take_all(molm_names(c['n_layer'], identity_kv), c)
+    weights, tied = take_all(tensors, molm_names(c['n_layer'], identity_kv), c)
     if tied:                                             # ours is untied
         weights['head.weight'] = weights['wte.weight'].clone()
     return 'moduleformer', weights, dict(
@@ -305,10 +298,11 @@ def read_model(folder, model=None):
     if name not in READERS:
         raise UserError(f"{folder} is a {name or 'model without a name'}; there is a place for "
                         f"{', '.join(READERS)}")
-    tensors = Tensors(folder)
+    tensors = read_tensors(folder)
     with reading(folder / 'config.json'):                # a key may be missing
         file, weights, keys = READERS[name](config, tensors, name)
-    tensors.check_empty()
+    for name in tensors:                                 # those that are left
+        raise UserError(f'{folder} has a tensor {name}: our model has no place for it')
     if (file, model) == ('selfmoe', 'papaformer'):
         file, weights, keys = as_papaformer(weights, keys)
     if model not in (None, file):
@@ -337,18 +331,13 @@ def read_tokenizer(folder, n_vocab):
         blob = path.read_bytes()
         if known != spec['added_tokens']:                # such as a pad token without a row
             blob = json.dumps(spec | dict(added_tokens=known)).encode()
-        stop = read_ends(folder)
+        ends = [read_json(file).get('eos_token_id') for file in (
+            folder / 'generation_config.json', folder / 'config.json') if file.is_file()]
+        stop = next((end for end in ends if end is not None), [])
+        stop = stop if isinstance(stop, list) else [stop]
         tokenizer = json_tokenizer(blob, *stop[:1])
         tokenizer.stop = [i for i in stop if i < tokenizer.n_vocab]
         return tokenizer
-
-
-def read_ends(folder):
-    for path in (folder / 'generation_config.json', folder / 'config.json'):
-        ends = read_json(path).get('eos_token_id') if path.is_file() else None
-        if ends is not None:
-            return ends if isinstance(ends, list) else [ends]
-    return []
 
 
 def read_licence(folder):
