@@ -35,7 +35,7 @@ from plumbing.settings import Settings
 from plumbing.text import read_lines
 from prepare import make_missing_toys
 from tools.lora import add_lora, merge_lora
-from train import learning_rate, make_optimizer, set_rate
+from train import learning_rate, make_optimizer, set_rate, train_step
 
 
 @dataclass
@@ -69,17 +69,23 @@ RENAMED = {'premise': 'sentence1', 'hypothesis': 'sentence2', '#1 String': 'sent
 
 
 class Classifier(nn.Module):
-    """A linear map on the last real token's state; one output for a score."""
+    """A linear map on the last real token's state; one output for a score. Called as train.py calls
+    a model, with (ids, place of the last token) and labels."""
 
     def __init__(self, model, n_out):
         super().__init__()
         self.model = model
         self.out = nn.Linear(model.config.n_embd, n_out)
 
-    def forward(self, ids, last):
+    def forward(self, x, labels=None):
+        ids, last = x
         states, _ = self.model.features(ids)             # (B, T, D)
         rows = torch.arange(len(ids), device=ids.device)
-        return self.out(states[rows, last]).float()      # (B, n_out)
+        out, loss = self.out(states[rows, last]).float(), None           # (B, n_out)
+        if labels is not None:
+            is_score = labels.is_floating_point()
+            loss = F.mse_loss(out[:, 0], labels) if is_score else F.cross_entropy(out, labels)
+        return out, loss, {}
 
 
 def fit(base, task, train, valid, seed, args, machine):
@@ -93,17 +99,8 @@ def fit(base, task, train, valid, seed, args, machine):
     s = Settings(learning_rate=args.learning_rate, weight_decay=0.1, beta2=0.999, schedule='linear')
     optimizer = make_optimizer(classifier, s, machine)
 
-    def train_step(ids, last, labels):
-        optimizer.zero_grad(set_to_none=True)
-        with machine.autocast():
-            out = classifier(ids, last)
-        loss = F.cross_entropy(out, labels) if task.labels else F.mse_loss(out[:, 0], labels)
-        optimizer.scaler.scale(loss).backward()
-        optimizer.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
-        optimizer.scaler.step(optimizer)
-        optimizer.scaler.update()
-    step = CUDAGraphStep(train_step, machine)
+    step = CUDAGraphStep(lambda ids, last, labels: train_step(
+        classifier, optimizer, s, machine, [(ids, last)], [labels]), machine)
     steps_per_epoch = math.ceil(len(train.lengths) / args.batch_size)
     history = []
     for epoch in tqdm(range(args.epochs), f'seed {seed}', unit='epoch', disable=None, leave=False):
@@ -132,7 +129,7 @@ def predict(classifier, data, machine):
     tokens_per_batch = 65536 if machine.cuda else 4096
     size = max(1, tokens_per_batch * data.slots // int(data.lengths.max()))
     with machine.autocast():
-        outputs = [classifier(ids, last) for _, ids, last in data.batches(order, size)]
+        outputs = [classifier((ids, last))[0] for _, ids, last in data.batches(order, size)]
     outputs = torch.cat(outputs).cpu()
     if not outputs.isfinite().all():
         raise UserError("the model's outputs are not finite; lower --learning_rate")
