@@ -308,6 +308,7 @@ def cut_short(folder):
     (None, dict(rope_parameters=dict(rope_type='yarn')), "rope_scaling = 'yarn' is not supp"),
     (None, dict(attention_bias=True), 'attention_bias = True is not supported'),
     (None, dict(num_hidden_layers=1), 'has a tensor layers.1.'),
+    (None, dict(num_hidden_layers=3), 'there is no tensor layers.2.'),
     (None, dict(intermediate_size=40), 'does not fit its config.json')])
 def test_mistakes(damage, changes, hint, run, byte_data, tmp_path, monkeypatch):
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
