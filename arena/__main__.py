@@ -96,13 +96,6 @@ def stage_folder(out, n):
     return (out / f'stage_{n}').as_posix()
 
 
-def operate(surgery, runs, folder, out, seed, **arguments):
-    """A stage that rebuilds earlier ones."""
-    if not Path(folder, 'ckpt.pt').exists():
-        call('tools.surgery', surgery, *(stage_folder(out, n) for n in runs), '--out', folder,
-             '--seed', seed, *(f'--{key}={value}' for key, value in arguments.items()))
-
-
 def make_part(data, low, high):
     """A part of the track's text, as a data set of its own."""
     name = f'{data}_{low}_{high}'
@@ -178,8 +171,12 @@ def train(stages, out, seed):
     logs = []
     for n, stage in enumerate(stages):
         folder = stage_folder(out, n) if len(stages) > 1 else out.as_posix()
-        if not is_training(stage):
-            operate(**stage, folder=folder, out=out, seed=seed)
+        if not is_training(stage):                       # it rebuilds earlier ones
+            stage = dict(stage)
+            function, runs = stage.pop('surgery'), stage.pop('runs')
+            if not Path(folder, 'ckpt.pt').exists():
+                call('tools.surgery', function, *(stage_folder(out, run) for run in runs),
+                     '--out', folder, '--seed', seed, *options(stage))
             continue
         if 'part' in stage:
             make_part(stage['data'], *stage['part'])
