@@ -15,9 +15,8 @@ from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 from tools import finetune
-from tools.finetune import (
-    METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples,
-    shorten)
+from tools.finetune import (METRICS, TASKS, Classifier, Examples, encode, find_files, majority,
+                            predict, read_examples, shorten)
 
 CPU = torch.device('cpu')
 
