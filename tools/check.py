@@ -234,7 +234,10 @@ def routes(module, model, x, y):
                 notes[name] = f'{name} takes {taken.mean():.2f}'
     kinds = sorted({type(router).__name__ for router in find_routers(model).values()})
     text = f"{', '.join(kinds)}: {routes.__doc__}".lstrip(': ')
-    return ('ok', '; '.join([text, *notes.values()])) if gates else ('-', 'nothing is chosen')
+    if gates:
+        return 'ok', '; '.join([text, *notes.values()])
+    is_plain = getattr(model.config, 'n_expert', 0) == 1
+    return '-', 'nothing is chosen' + '; to check experts: --n_expert=4 --top_k=2' * is_plain
 
 
 def gradients(module, model, x, y):
