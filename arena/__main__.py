@@ -28,7 +28,7 @@ import torch
 
 from arena.entries import ENTRIES
 from arena.leaderboard import (BUDGETS, DENSE_OF_MINUTES, MODES, PUBLISHED, TRACKS, classes,
-                               read_rows, show, show_minutes, show_sweep)
+                               minutes_table, print_columns, read_rows, show, show_sweep)
 from plumbing.cli import Parser, UserError, numbers, run_main, write_json
 from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
                                read_settings)
@@ -37,7 +37,6 @@ from plumbing.machine import Machine
 from prepare import make_missing_toys
 from tools import bench
 from tools.flops import training_flops
-
 
 
 # ---- Entries ------------------------------------------------------------------------------------
@@ -97,13 +96,6 @@ def stage_folder(out, n):
     return (out / f'stage_{n}').as_posix()
 
 
-def operate(surgery, runs, folder, out, seed, **arguments):
-    """A stage that rebuilds earlier ones."""
-    if not Path(folder, 'ckpt.pt').exists():
-        call('tools.surgery', surgery, *(stage_folder(out, n) for n in runs), '--out', folder,
-             '--seed', seed, *(f'--{key}={value}' for key, value in arguments.items()))
-
-
 def make_part(data, low, high):
     """A part of the track's text, as a data set of its own."""
     name = f'{data}_{low}_{high}'
@@ -146,37 +138,50 @@ def call(script, *args):
         raise UserError(f'{script} ended with exit code {code}; its message is above')
 
 
-def make_row(name, seed, setting, stages, track):
-    """Train and score an entry. A sweep's run, which has a setting, is not scored on pairs."""
-    identity = identify(stages, swept=setting and setting.partition('=')[0])
-    out = Path('out/arena', track, f'sweeps/{name}_{setting}' if setting else f'{name}_{seed}')
+def make_row(run, stages, identity, rows, track):
+    """Train and score an entry. Its variant is None in a race, a setting in a sweep, and a budget
+    in the class of minutes; only a race scores pairs. rows: those that there are."""
+    name, seed, variant = run
+    row, folder = dict(entry=name, seed=seed), f'{name}_{seed}'
+    if isinstance(variant, str):
+        row['setting'], folder = variant, f'sweeps/{name}_{variant}'
+        stages = [third_of_tokens(stage, variant) if is_training(stage) else stage
+                  for stage in stages]
+    elif variant:
+        times = [row['time'] for row in rows if row['entry'] == name]
+        time = times[0] if times else relative_time(name, stages, track)
+        row |= dict(budget=variant, time=time)
+        folder = f'minutes/{name}_{variant}_{seed}'
+        stages = [scale_steps(stages[0], variant / time)]
+    out = Path('out/arena', track, folder)
     begun = out / 'entry.json'
     if any(out.rglob('ckpt.pt')) and has_changed(json.loads(begun.read_text()), identity):
         raise UserError(f'{out} was begun with other settings or code: delete it, or rename {name}')
     write_json(begun, identity)
-    folder, costs = train(stages, out, seed, setting)
-    if setting:
-        return dict(entry=name, seed=seed, setting=setting) | identity | costs
-    if not classes(costs, track):
-        print(f'{name} is in neither class, or not within the budget: it is in no table')
-    return dict(entry=name, seed=seed) | identity | costs | score_pairs(folder, track)
+    folder, costs = train(stages, out, seed)
+    if not variant:
+        if not classes(costs, track):
+            print(f'{name} is in neither class, or not within the budget: it is in no table')
+        costs |= score_pairs(folder, track)
+    return row | identity | costs
 
 
-def train(stages, out, seed, setting):
+def train(stages, out, seed):
     """Train the stages, or resume them -> the last one's folder, and what all cost."""
     logs = []
     for n, stage in enumerate(stages):
         folder = stage_folder(out, n) if len(stages) > 1 else out.as_posix()
-        if not is_training(stage):
-            operate(**stage, folder=folder, out=out, seed=seed)
+        if not is_training(stage):                       # it rebuilds earlier ones
+            stage = dict(stage)
+            function, runs = stage.pop('surgery'), stage.pop('runs')
+            if not Path(folder, 'ckpt.pt').exists():
+                call('tools.surgery', function, *(stage_folder(out, run) for run in runs),
+                     '--out', folder, '--seed', seed, *options(stage))
             continue
         if 'part' in stage:
             make_part(stage['data'], *stage['part'])
-        args = options(stage, out)
-        if setting:
-            args += [third_of_tokens(args, setting), f'--{setting}']
-        call('train.py', *args, f'--seed={seed}', f'--out_dir={folder}', '--sample_tokens=0',
-             '--resume')
+        call('train.py', *options(stage, out), f'--seed={seed}', f'--out_dir={folder}',
+             '--sample_tokens=0', '--resume')
         logs.append(measure(folder))
     tokens = sum(log['tokens'] for log in logs)
     return folder, logs[-1] | dict(
@@ -187,14 +192,38 @@ def train(stages, out, seed, setting):
         commands=[command for log in logs for command in log['commands']])
 
 
-def third_of_tokens(args, setting):
-    """The option by which a run with this setting, even another batch size, reads a third."""
-    s, _, _ = read_settings(args)
-    swept, _, _ = read_settings([*args, f'--{setting}'])
-    if not s.max_iters:
-        return f'--epochs={s.epochs / 3}'
-    windows = s.max_iters * s.batch_size * s.gradient_accumulation_steps
-    return f'--max_iters={windows // (3 * swept.batch_size * swept.gradient_accumulation_steps)}'
+def third_of_tokens(stage, setting):
+    """The stage with this setting, even another batch size, on a third of its tokens."""
+    key, _, value = setting.partition('=')
+    s, swept = (read_settings(options(one))[0] for one in (stage, stage | {key: value}))
+    if s.max_iters:
+        windows = s.max_iters * s.batch_size * s.gradient_accumulation_steps
+        rows = swept.batch_size * swept.gradient_accumulation_steps
+        return stage | dict(max_iters=windows // (3 * rows)) | {key: value}
+    return stage | dict(epochs=s.epochs / 3) | {key: value}
+
+
+def scale_steps(stage, factor):
+    if 'max_iters' in stage:
+        return stage | dict(max_iters=round(stage['max_iters'] * factor))
+    return stage | dict(epochs=stage['epochs'] * factor)
+
+
+def relative_time(name, stages, track, repeat=5):
+    """The time of a training step, relative to the dense entry's; the best of several, in turn."""
+    if len(stages) > 1:
+        raise UserError(f'{name} has several stages: its time is not compared')
+    if name == DENSE_OF_MINUTES:
+        return 1.0
+    machine = Machine()
+    times = []
+    for stage in [ENTRIES[track][DENSE_OF_MINUTES], *stages] * repeat:
+        s, module, keys = read_settings(options(stage))
+        torch.manual_seed(s.seed)
+        config = make_config(module, dict(vocab_size=TRACKS[track]['vocab_size']) | keys)
+        model = module.Model(config).to(machine.device)
+        times.append(bench.training(model, s, s.seq_len or config.block_size, machine)['ms'])
+    return round(min(times[1::2]) / min(times[::2]), 3)
 
 
 def measure(folder):
@@ -233,7 +262,7 @@ def score_pairs(folder, track):
     return scores
 
 
-# ---- Races and sweeps ---------------------------------------------------------------------------
+# ---- Races, sweeps, minutes ---------------------------------------------------------------------
 
 def list_sweep(entries, sweep):
     """learning_rate=1e-3,2e-3 -> learning_rate, and the runs (name, 1, setting)"""
@@ -243,7 +272,14 @@ def list_sweep(entries, sweep):
         for value in ast.parse(f'[{values}]', mode='eval').body.elts:    # dict(a=1, b=2) is one
             s, _, keys = read_settings([*options(stages[-1]), f'--{key}={ast.unparse(value)}'])
             runs[name, 1, f'{key}={(vars(s) | keys)[key]}'] = None
-    return key, list(runs)
+    return key, [*runs]
+
+
+def list_minutes(entries, seeds):
+    """All seeds of all entries for the time of the dense one, which also runs for shorter and
+    longer: how long must it train for an entry's loss?"""
+    dense = [(DENSE_OF_MINUTES, seeds[0], budget) for budget in BUDGETS]
+    return [*dict.fromkeys(dense + [(name, seed, 1) for seed in seeds for name in entries])]
 
 
 def need_data(track):
@@ -256,11 +292,11 @@ def need_data(track):
 
 
 def make_missing(entries, wanted, swept, file, folders, track):
-    """Make the wanted runs (name, seed, setting) that have no row. One that fails does not stop the
+    """Make the wanted runs (name, seed, variant) that have no row. One that fails does not stop the
     other entries -> {name: why its row is missing or old}, and the runs that were missing."""
     path = folders[-1] / file
     rows = read_rows(file, folders, swept)
-    done = [(row['entry'], row['seed'], row.get('setting')) for row in rows]
+    done = [(row['entry'], row['seed'], row.get('setting', row.get('budget'))) for row in rows]
     missing = [run for run in wanted if run not in done]
     identities = {name: identify(stages, swept) for name, stages in entries.items()}
     changed = 'settings or code have changed since it ran: rename it, or delete its rows in'
@@ -270,72 +306,23 @@ def make_missing(entries, wanted, swept, file, folders, track):
     if missing:
         need_data(track)
         path.parent.mkdir(parents=True, exist_ok=True)
-    for number, (name, seed, setting) in enumerate(missing, 1):
+    for number, run in enumerate(missing, 1):
+        name, seed, variant = run
         if name in failures:
             continue
         stages = entries[name]
-        print(f"\n==== {number} of {len(missing)}: {name}, {setting or f'seed {seed}'}", flush=True)
+        print(f"\n==== {number} of {len(missing)}: {name}, {variant or f'seed {seed}'}", flush=True)
         try:
             if track == 'toy' and len(stages) == 1 and name not in is_checked:
                 call('tools.check', stages[0]['model'], *options(stages[0]))
                 is_checked.add(name)
-            row = make_row(name, seed, setting, stages, track)
+            rows.append(make_row(run, stages, identities[name], rows, track))
         except UserError as error:
             failures[name] = error
             continue
-        with open(path, 'a', encoding='utf-8') as file:
-            file.write(json.dumps(row) + '\n')
+        with open(path, 'a', encoding='utf-8') as rows_file:
+            rows_file.write(json.dumps(rows[-1]) + '\n')
     return failures, missing
-
-
-# ---- The class of minutes -----------------------------------------------------------------------
-
-def race_minutes(entries, seeds, folders, track):
-    """Each entry takes as many steps as fit into the time of the dense one's. Rows have their
-    relative time, measured when the entry's first row is made. The dense entry also runs for
-    shorter and longer: how long must it train for an entry's loss?"""
-    file = f'arena_{track}_minutes.jsonl'
-    need_data(track)
-    dense = find_entries([DENSE_OF_MINUTES], track)
-    for name, stages in (dense | entries).items():
-        if len(stages) > 1:
-            raise UserError(f'{name} has several stages: its time is not compared')
-        stage, identity = stages[0], identify(stages)
-        rows = [row for row in read_rows(file, folders) if row['entry'] == name]
-        if any(has_changed(row, identity) for row in rows):
-            raise UserError(f'{name} has changed since it ran: rename it, or delete its rows in '
-                            f'{file}')
-        time = rows[0]['time'] if rows else relative_time(stage, dense[DENSE_OF_MINUTES][0], track)
-        for budget in BUDGETS if name == DENSE_OF_MINUTES else [1]:
-            for seed in seeds if budget == 1 else seeds[:1]:
-                if (budget, seed) in [(row['budget'], row['seed']) for row in rows]:
-                    continue
-                folder = f'out/arena/{track}/minutes/{name}_{budget}_{seed}'
-                call('train.py', *options(scale_steps(stage, budget / time)), f'--seed={seed}',
-                     f'--out_dir={folder}', '--sample_tokens=0', '--resume')
-                row = dict(entry=name, seed=seed, budget=budget, time=time)
-                folders[-1].mkdir(parents=True, exist_ok=True)
-                with open(folders[-1] / file, 'a', encoding='utf-8') as rows_file:
-                    rows_file.write(json.dumps(row | identity | measure(folder)) + '\n')
-
-
-def scale_steps(stage, factor):
-    if 'max_iters' in stage:
-        return stage | dict(max_iters=round(stage['max_iters'] * factor))
-    return stage | dict(epochs=stage['epochs'] * factor)
-
-
-def relative_time(stage, dense, track, repeat=5):
-    """The time of a training step, relative to the dense entry's; the best of several, in turn."""
-    machine = Machine()
-    times = []
-    for one in [dense, stage] * repeat if stage != dense else []:
-        s, module, keys = read_settings(options(one))
-        torch.manual_seed(s.seed)
-        config = make_config(module, dict(vocab_size=TRACKS[track]['vocab_size']) | keys)
-        model = module.Model(config).to(machine.device)
-        times.append(bench.training(model, s, s.seq_len or config.block_size, machine)['ms'])
-    return round(min(times[1::2]) / min(times[::2]), 3) if times else 1.0
 
 
 def main():
@@ -352,23 +339,26 @@ def main():
     folders = [args.results] if args.results else [PUBLISHED, Path('out/arena')]
     if args.table:
         return show(args.track, folders, args.entries)
-    entries = find_entries(args.entries, args.track)
-    if args.minutes:
-        race_minutes(entries, args.seeds, folders, args.track)
-        return show_minutes(args.track, folders)
+    entries, key, kind = find_entries(args.entries, args.track), None, ''
+    wanted = [(name, seed, None) for seed in args.seeds for name in entries]
     if args.sweep:
+        kind = '_sweeps'
         key, wanted = list_sweep(entries, args.sweep)
-        file = f'arena_{args.track}_sweeps.jsonl'
-        failures, missing = make_missing(entries, wanted, key, file, folders, args.track)
+    elif args.minutes:
+        kind = '_minutes'
+        entries = find_entries([DENSE_OF_MINUTES], args.track) | entries
+        wanted = list_minutes(entries, args.seeds)
+    file = f'arena_{args.track}{kind}.jsonl'
+    failures, missing = make_missing(entries, wanted, key, file, folders, args.track)
+    if args.sweep:
         for name in entries:
             show_sweep(name, key, args.track, folders)
+    elif args.minutes:
+        print_columns(list(minutes_table(args.track, folders)))
     else:
-        file = f'arena_{args.track}.jsonl'
-        wanted = [(name, seed, None) for seed in args.seeds for name in entries]
-        failures, missing = make_missing(entries, wanted, None, file, folders, args.track)
         show(args.track, folders, args.entries)
-        if missing and folders[-1].resolve() == PUBLISHED:
-            call('papers.tables')                        # the tables of docs/arena.md
+    if missing and folders[-1].resolve() == PUBLISHED:
+        call('papers.tables')                            # the tables of docs/arena.md
     for name, reason in failures.items():
         print(f'{name}: {reason}')
     if unfinished := {name for name, _, _ in missing} & {*failures}:

@@ -71,13 +71,9 @@ def table(track, key, folders):
         rows = list(seeds.values())
         if key in classes(rows[0], track):
             entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
-    best_first = sorted(entries, key=lambda name: statistics.mean(entries[name]['bits_per_byte']))
-    dense = next((name for name in best_first if name in DENSE), None)
-    for name in best_first:
+    bits = {name: scores['bits_per_byte'] for name, scores in entries.items()}
+    for name, against in against_dense(bits, DENSE).items():
         scores = entries[name]
-        against = 'the dense entry' if dense else '-'
-        if dense and name != dense:
-            against = verdict(scores['bits_per_byte'], entries[dense]['bits_per_byte'])
         yield [
             name,
             str(len(scores['seed'])),
@@ -88,6 +84,14 @@ def table(track, key, folders):
             spread(scores['harness']),
             spread(scores['babylm2025']),
             against]
+
+
+def against_dense(bits, kinds):
+    """{entry: its verdict against the best of these kinds}, the best first. bits: of its seeds."""
+    best_first = sorted(bits, key=lambda name: statistics.mean(bits[name]))
+    dense = next((name for name in best_first if name in kinds), None)
+    verdicts = {name: verdict(bits[name], bits[dense]) if dense else '-' for name in best_first}
+    return verdicts | ({dense: 'the dense entry'} if dense else {})
 
 
 def show(track, folders, named=()):
@@ -121,12 +125,9 @@ def minutes_table(track, folders):
         if row['budget'] == 1:
             entries.setdefault(row['entry'], []).append(row)
     bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
-    for name in sorted(entries, key=lambda name: statistics.mean(bits[name])):
+    for name, against in against_dense(bits, [DENSE_OF_MINUTES]).items():
         row = entries[name][0]
         speedup = effective_speedup(statistics.mean(bits[name]), dense)
-        against = 'the dense entry'
-        if name != DENSE_OF_MINUTES:
-            against = verdict(bits[name], bits[DENSE_OF_MINUTES])
         yield [name, f"{row['time']:.2f}", f"{row['tokens'] / 1e6:.2f}", spread(bits[name], 4),
                speedup, against]
 
@@ -139,10 +140,6 @@ def effective_speedup(bits, dense):
         if low <= bits <= high:
             return f'{short * (long / short) ** ((high - bits) / (high - low)):.2f}'
     return f'over {curve[-1][0]}' if bits < curve[-1][1] else f'below {curve[0][0]}'
-
-
-def show_minutes(track, folders):
-    print_columns(list(minutes_table(track, folders)))
 
 
 def print_columns(lines):

@@ -23,6 +23,8 @@ from plumbing.bins import read_windows, count_routes, score_batches, val_batches
 from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
 
+BATCH = 16                                               # windows at a time, for the losses
+
 
 class LookingAhead(torch.nn.Module):
     """The model with the choice of training: the true top of every window. Without dropout."""
@@ -91,7 +93,6 @@ def main():
     parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50, help='texts to continue')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100,
                         help='length of each text')
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16, help='for the losses')
     parser.add_argument('--eval_tokens', type=between(1, 10 ** 9),
                         help='most val tokens to score; all if not given')
     args = parser.parse_args()
@@ -108,7 +109,7 @@ def main():
     T = model.config.block_size
 
     def windows():
-        return val_batches(tokens, T, args.batch_size, tokenizer.pad, args.eval_tokens)
+        return val_batches(tokens, T, BATCH, tokenizer.pad, args.eval_tokens)
 
     def score(model):
         return score_batches(model, windows(), tokenizer, machine)

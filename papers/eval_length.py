@@ -16,8 +16,6 @@ length, each of which sees the keys and values of the N tokens before it. With -
 none of them.
 """
 
-from pathlib import Path
-
 import torch
 from tqdm import tqdm
 
@@ -27,6 +25,8 @@ from plumbing.bins import read_windows
 from plumbing.checkpoint import build_model, data_folders, read_checkpoint, run_tokenizer
 from plumbing.cli import UserError, between, run_main, write_json
 from plumbing.machine import Machine
+
+BATCH = 16                                               # windows at a time
 
 
 @torch.no_grad()
@@ -76,8 +76,6 @@ def main():
                         help='tokens between starts of windows')
     parser.add_argument('--bin', type=between(1, 10 ** 6), default=64,
                         help='positions per line of the table')
-    parser.add_argument('--batch_size', type=between(1, 10 ** 5), default=16,
-                        help='windows at a time')
     args = parser.parse_args()
     machine = Machine(args.device)
     ckpts = [read_checkpoint(run) for run in args.run]
@@ -99,27 +97,23 @@ def main():
         model = load(ckpt, args, length).to(machine.device).eval()
         segments = {} if args.memory is None else dict(segment=T, memory=args.memory)
         losses.append(loss_by_position(
-            model, tokens, length, args.stride, args.batch_size, machine, **segments))
+            model, tokens, length, args.stride, BATCH, machine, **segments))
 
-    names = [Path(run.removesuffix('.pt')).name for run in args.run]
-    if len({*names}) < len(names):
-        names = args.run
-    width = max(8, *map(len, names)) + 2
-    print('positions'.rjust(14) + ''.join(name.rjust(width) for name in names))
+    width = max(8, *map(len, args.run)) + 2
+    print('positions'.rjust(14) + ''.join(run.rjust(width) for run in args.run))
     for start in range(0, length, args.bin):
         end = min(start + args.bin, length)
         means = [f'{loss[start:end].mean():{width}.4f}' for loss in losses]
         print(f'{start:6,} to {end - 1:4,}' + ''.join(means))
-    for name, loss, T in zip(names, losses, trained):
-        print(f'{name}: {loss.mean():.4f} over all positions')
+    for run, loss, T in zip(args.run, losses, trained):
+        print(f'{run}: {loss.mean():.4f} over all positions')
         if T < length:
             change = loss[T:].mean() - loss[T // 2:T].mean()
-            print(f'{name}: trained at {T:,}; from the second half of that to what lies beyond, '
+            print(f'{run}: trained at {T:,}; from the second half of that to what lies beyond, '
                   f'the loss changes by {change:+.4f}')
     if args.json:
-        rows = []
-        for run, T, loss in zip(args.run, trained, losses):
-            rows.append(dict(run=run, trained=T, loss=[round(nats, 5) for nats in loss.tolist()]))
+        rows = [dict(run=run, trained=T, loss=[round(nats, 5) for nats in loss.tolist()])
+                for run, loss, T in zip(args.run, losses, trained)]
         write_json(args.json, dict(data=str(folder), stride=args.stride, runs=rows))
 
 

@@ -33,7 +33,7 @@ import moep
 import papaformer
 import stlm
 from plumbing.cli import Parser, UserError, run_main
-from tools.import_hf import Tensors, read_molm
+from tools.import_hf import read_molm
 
 VOCAB, BATCH, LENGTH = 97, 3, 20
 
@@ -210,9 +210,7 @@ def check_moduleformer(checkout):
 
 def read_ibm(theirs):
     """As tools.import_hf reads it from files -> weights, settings of our model"""
-    tensors = Tensors.__new__(Tensors)                   # without a folder
-    tensors.places = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
-    tensors.take = tensors.places.pop
+    tensors = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
     _, weights, settings = read_molm(vars(theirs.config), tensors)
     return weights, dict(settings, vocab_size=VOCAB, query_block=7)
 

@@ -88,8 +88,7 @@ def main():
     print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
     result = {}
     for path, (domain, choices) in enumerate(zip(args.data, by_domain)):
-        name = f'{domain}, path {path}' if domain in result else domain  # given twice
-        result[name] = row = summarise(choices, path, len(names))
+        result[domain] = row = summarise(choices, path, len(names))
         shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
         print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")
     right = torch.cat([choices == path for path, choices in enumerate(by_domain)])

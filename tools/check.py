@@ -2,7 +2,7 @@
 Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
 
     python -m tools.check mine --top_k=1  # mine.py, with config/mine.py and another setting
-    python -m tools.check arena/mine.py   # with its entry in arena/entries.py, on the toy track
+    python -m tools.check arena/mine.py   # with the config of the model that it builds on
     python -m tools.check out/mine        # a trained run: what is each of its blocks worth?
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
@@ -28,6 +28,7 @@ from plumbing.checkpoint import data_folders, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
 from plumbing.settings import import_model, make_config, read_settings
 
+SMALL = dict(n_layer=2, n_head=2, n_embd=64)             # where no config has sizes
 
 def batch(config):
     """Random tokens and their targets, (B, T) each; some targets are -1."""
@@ -233,7 +234,10 @@ def routes(module, model, x, y):
                 notes[name] = f'{name} takes {taken.mean():.2f}'
     kinds = sorted({type(router).__name__ for router in find_routers(model).values()})
     text = f"{', '.join(kinds)}: {routes.__doc__}".lstrip(': ')
-    return ('ok', '; '.join([text, *notes.values()])) if gates else ('-', 'nothing is chosen')
+    if gates:
+        return 'ok', '; '.join([text, *notes.values()])
+    is_plain = getattr(model.config, 'n_expert', 0) == 1
+    return '-', 'nothing is chosen' + '; to check experts: --n_expert=4 --top_k=2' * is_plain
 
 
 def gradients(module, model, x, y):
@@ -322,20 +326,14 @@ def run_check(check, module, config):
 
 
 def find_settings(name):
-    """-> where they are, and as arguments: of the config or toy entry that has this model."""
-    path = Path(f'config/{name}.py')
-    if path.exists():
-        return str(path), [str(path)]
-    from arena.entries import TOY
-    for entry, settings in TOY.items():
-        if isinstance(settings, dict) and settings['model'] == name:
-            arguments = [f'--{key}={value!r}' for key, value in settings.items()]
-            return f'arena/entries.py: {entry}', arguments
-    for kind in import_model(name).Config.__mro__:       # of a router: what it builds on
-        parent = Path(f'config/{kind.__module__}.py')
-        if parent.exists():
-            return str(parent), [str(parent)]
-    return 'its defaults', []
+    """-> what gives the sizes, and they as arguments: the config named like the model, or like the
+    one that it builds on; small ones if there is none."""
+    Config = import_model(name).Config
+    for stem in (name, *(kind.__module__ for kind in Config.__mro__)):
+        path = Path(f'config/{stem}.py')
+        if path.exists():
+            return str(path), [str(path)]
+    return 'small sizes', [f'--{key}={n}' for key, n in SMALL.items() if hasattr(Config, key)]
 
 
 # ---- A trained run: what is each block worth? ---------------------------------------------------

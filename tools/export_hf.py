@@ -15,14 +15,13 @@ exported: no tokenizer there makes them. docs/ecosystem.md says more.
 """
 
 import json
-import re
 from pathlib import Path
 
 import torch
 
 from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
-from plumbing.settings import ROOT, import_model
+from plumbing.settings import ROOT, import_model, model_sources
 from plumbing.tokenizer import EOT, PATTERN, byte_letters, load_meta
 from tools.import_hf import (FAMILIES, GPT2_SETTINGS, LLAMA_SETTINGS, MIXTRAL, SCALING, WINDOWS,
                              gpt2_names, llama_names)
@@ -151,16 +150,13 @@ def export(path, folder, bos=False, ours=False):
     tokenizer = run_tokenizer(ckpt)
     source = ROOT / f"{ckpt['model'].replace('.', '/')}.py"
     architecture = None if ours else find_native(ckpt['model'], model)
-    imports = re.findall(r'^(?:from|import) (\w+)', source.read_text(encoding='utf-8'), re.M)
-    files = {file.name.removesuffix('.py') for file in ROOT.iterdir()}
-    if {*imports} & files:
+    if len(model_sources(ckpt['model'])) > 1:
         raise UserError(f'{path} is a model of {source.name}, which needs other files beside it; '
                         'a model file that is exported stands alone, as those of the papers do')
     if tokenizer.pad >= 0:
         raise UserError(f'{path} reads {tokenizer.kind}; no tokenizer of transformers makes them')
     if ckpt['adapted']:
         model = merge_lora(model)
-    is_foreign = tokenizer.kind == 'hf'                  # imported
     spec = tokenizer_json(tokenizer)
     start, stop = tokenizer.eot, tokenizer.stop or [tokenizer.eot]
     if load_meta(ckpt['folder'])['splits']:              # trained here, where a document ends so
@@ -172,18 +168,6 @@ def export(path, folder, bos=False, ours=False):
     if bos:
         spec['post_processor'] = start_token(special['bos_token'], start)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        'generation_config.json': ids,
-        'tokenizer.json': spec,
-        'special_tokens_map.json': special,
-        'tokenizer_config.json': special | dict(
-            tokenizer_class='PreTrainedTokenizerFast', model_max_length=model.config.block_size,
-            model_input_names=['input_ids', 'attention_mask'], padding_side='left',
-            clean_up_tokenization_spaces=False, add_prefix_space=False,
-            split_special_tokens=not is_foreign)}        # in a text <|endoftext|> is text, as here
-    for name, content in files.items():
-        write_indented(folder / name, content)
-    (folder / 'README.md').write_text(model_card(model, ckpt, architecture), encoding='utf-8')
     if architecture:
         weights, config = native_weights(architecture, model), native_config(architecture, model)
         config |= dict(
@@ -191,20 +175,29 @@ def export(path, folder, bos=False, ours=False):
             model_type=getattr(transformers, architecture).config_class.model_type,
             tie_word_embeddings=model.config.tied)
     else:
+        weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
+        config = hf_config(model, ckpt)
         wrapper = (ROOT / 'tools/modeling_nanopaths.py').read_bytes()
         wrapper = wrapper.replace(b'from .moep ', f'from .{source.stem} '.encode())
         (folder / 'modeling_nanopaths.py').write_bytes(wrapper)
         for file in (source, ROOT / 'LICENSE'):
             (folder / file.name).write_bytes(file.read_bytes())
-        weights = {f'model.{name}': w.clone() for name, w in model.state_dict().items()}
-        config = hf_config(model, ckpt)
+    (folder / 'README.md').write_text(model_card(model, ckpt, architecture), encoding='utf-8')
     save_file(weights, folder / 'model.safetensors', metadata=dict(format='pt'))
-    write_indented(folder / 'config.json', config | ids)
+    is_foreign = tokenizer.kind == 'hf'                  # imported
+    for name, content in {
+            'generation_config.json': ids,
+            'tokenizer.json': spec,
+            'special_tokens_map.json': special,
+            'tokenizer_config.json': special | dict(
+                tokenizer_class='PreTrainedTokenizerFast', model_max_length=model.config.block_size,
+                model_input_names=['input_ids', 'attention_mask'], padding_side='left',
+                clean_up_tokenization_spaces=False, add_prefix_space=False,
+                split_special_tokens=not is_foreign),    # in a text <|endoftext|> is text, as here
+            'config.json': config | ids}.items():        # the last: without it, nothing is loaded
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + '\n', encoding='utf-8')
     return model, tokenizer
-
-
-def write_indented(path, content):
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
 def hf_config(model, ckpt):

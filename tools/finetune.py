@@ -28,14 +28,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import (
-    Parser, UserError, between, human, numbers, reading, run_main, write_json)
+from plumbing.cli import (Parser, UserError, between, human, numbers, reading, run_main,
+                          write_json)
 from plumbing.machine import CUDAGraphStep, Machine
 from plumbing.settings import Settings
 from plumbing.text import read_lines
 from prepare import make_missing_toys
 from tools.lora import add_lora, merge_lora
-from train import learning_rate, make_optimizer, set_rate
+from train import learning_rate, make_optimizer, set_rate, train_step
 
 
 @dataclass
@@ -69,17 +69,23 @@ RENAMED = {'premise': 'sentence1', 'hypothesis': 'sentence2', '#1 String': 'sent
 
 
 class Classifier(nn.Module):
-    """A linear map on the last real token's state; one output for a score."""
+    """A linear map on the last real token's state; one output for a score. Called as train.py calls
+    a model, with (ids, place of the last token) and labels."""
 
     def __init__(self, model, n_out):
         super().__init__()
         self.model = model
         self.out = nn.Linear(model.config.n_embd, n_out)
 
-    def forward(self, ids, last):
+    def forward(self, x, labels=None):
+        ids, last = x
         states, _ = self.model.features(ids)             # (B, T, D)
         rows = torch.arange(len(ids), device=ids.device)
-        return self.out(states[rows, last]).float()      # (B, n_out)
+        out, loss = self.out(states[rows, last]).float(), None           # (B, n_out)
+        if labels is not None:
+            is_score = labels.is_floating_point()
+            loss = F.mse_loss(out[:, 0], labels) if is_score else F.cross_entropy(out, labels)
+        return out, loss, {}
 
 
 def fit(base, task, train, valid, seed, args, machine):
@@ -93,17 +99,8 @@ def fit(base, task, train, valid, seed, args, machine):
     s = Settings(learning_rate=args.learning_rate, weight_decay=0.1, beta2=0.999, schedule='linear')
     optimizer = make_optimizer(classifier, s, machine)
 
-    def train_step(ids, last, labels):
-        optimizer.zero_grad(set_to_none=True)
-        with machine.autocast():
-            out = classifier(ids, last)
-        loss = F.cross_entropy(out, labels) if task.labels else F.mse_loss(out[:, 0], labels)
-        optimizer.scaler.scale(loss).backward()
-        optimizer.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(classifier.parameters(), s.grad_clip)
-        optimizer.scaler.step(optimizer)
-        optimizer.scaler.update()
-    step = CUDAGraphStep(train_step, machine)
+    step = CUDAGraphStep(lambda ids, last, labels: train_step(
+        classifier, optimizer, s, machine, [(ids, last)], [labels]), machine)
     steps_per_epoch = math.ceil(len(train.lengths) / args.batch_size)
     history = []
     for epoch in tqdm(range(args.epochs), f'seed {seed}', unit='epoch', disable=None, leave=False):
@@ -132,7 +129,7 @@ def predict(classifier, data, machine):
     tokens_per_batch = 65536 if machine.cuda else 4096
     size = max(1, tokens_per_batch * data.slots // int(data.lengths.max()))
     with machine.autocast():
-        outputs = [classifier(ids, last) for _, ids, last in data.batches(order, size)]
+        outputs = [classifier((ids, last))[0] for _, ids, last in data.batches(order, size)]
     outputs = torch.cat(outputs).cpu()
     if not outputs.isfinite().all():
         raise UserError("the model's outputs are not finite; lower --learning_rate")
@@ -148,14 +145,12 @@ def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     train = Examples(*train_set, tokenizer, limit, machine.device)
     valid = Examples(*valid_set, tokenizer, limit, machine.device)
     runs = [fit(base, task, train, valid, seed, args, machine) for seed in seeds]
-    mean, spread = {}, {}
-    for metric in task.metrics:
-        values = [run['scores'][metric] for run in runs]
-        mean[metric] = statistics.fmean(values)
-        spread[metric] = statistics.stdev(values) if len(values) > 1 else None
+    values = {metric: [run['scores'][metric] for run in runs] for metric in task.metrics}
+    std = statistics.stdev if len(runs) > 1 else lambda values: None
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
                 majority=majority(train_set[1], valid_set[1], task),
-                mean=mean, spread=spread, runs=runs)
+                mean={metric: statistics.fmean(values[metric]) for metric in values},
+                spread={metric: std(values[metric]) for metric in values}, runs=runs)
 
 
 # ---- Metrics ------------------------------------------------------------------------------------
@@ -213,11 +208,10 @@ def choose_tasks(wanted, folder):
             raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
         files = find_files(folder, name)
         missing = ' and no '.join(split for split, paths in files.items() if not paths)
-        if wanted == 'all' and not any(files.values()):
-            continue
-        if missing:
+        if missing and (wanted != 'all' or any(files.values())):
             raise UserError(f'{folder} holds no {missing} file of {name}; see --help')
-        tasks[name] = files
+        if not missing:
+            tasks[name] = files
     if not tasks:
         raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
                         'rte.valid.jsonl')

@@ -34,7 +34,7 @@ DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
 # What is downloaded: not Mistral's consolidated.safetensors, for instance
 FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
 # Masks and tables that old files hold and no model needs
-BUFFERS = r'(attn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
+BUFFERS = r'(\battn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
 
 # ---- The folder ---------------------------------------------------------------------------------
@@ -61,75 +61,65 @@ def read_json(path):
 def find_shards(folder):
     """The .safetensors files: those of the index, or the only one."""
     index = folder / 'model.safetensors.index.json'
-    names = ['model.safetensors']
-    if index.exists():
-        names = sorted({*read_json(index)['weight_map'].values()})
-    for name in names:
+    names = {*read_json(index)['weight_map'].values()} if index.exists() else {'model.safetensors'}
+    for name in sorted(names):
         if not (folder / name).is_file():
             if any(folder.glob('*.bin')) and not index.exists():
                 raise UserError(f'{folder} has its weights as pickles (.bin), which run code when '
                                 'they are read: get its .safetensors files, or convert it as '
                                 'docs/weights.md does')
             raise UserError(f'{folder / name} is missing: is the download complete?')
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(names)]
 
 
-class Tensors:
-    """The tensors of a folder by name, without the prefix that some files have. A .safetensors file
-    is the length of a header (8 bytes), the header (JSON), and raw numbers."""
+def read_tensors(folder):
+    """{name: tensor}, without the prefix that some files have. Each is mapped from its file: it
+    takes no memory until it is read. A .safetensors file is the length of a header (8 bytes), the
+    header (JSON), and raw numbers."""
+    tensors = {}
+    for path in find_shards(folder):
+        with reading(path), open(path, 'rb') as file:
+            size = int.from_bytes(file.read(8), 'little')
+            if size > path.stat().st_size:
+                raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
+                                'them: git lfs pull')
+            header = json.loads(file.read(size))
+            header.pop('__metadata__', None)
+            for name, entry in header.items():
+                if re.search(BUFFERS, name):
+                    continue
+                if entry['dtype'] not in DTYPES:
+                    raise UserError(f"{name} is {entry['dtype']}; only {', '.join(DTYPES)} can be "
+                                    'read')
+                as_numpy, as_torch = DTYPES[entry['dtype']]
+                first = 8 + size + entry['data_offsets'][0]
+                numbers = np.memmap(path, as_numpy, 'c', first, tuple(entry['shape']))
+                name = re.sub(r'^(transformer|model)\.', '', name)
+                tensors[name] = torch.from_numpy(numbers).view(as_torch)
+    return tensors
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.places = {}                                 # {name: (file, type, shape, first byte)}
-        for path in find_shards(folder):
-            with reading(path), open(path, 'rb') as file:
-                size = int.from_bytes(file.read(8), 'little')
-                if size > path.stat().st_size:
-                    raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
-                                    'them: git lfs pull')
-                header = json.loads(file.read(size))
-                header.pop('__metadata__', None)
-                for name, entry in header.items():
-                    name = re.sub(r'^(transformer|model)\.', '', name)
-                    first = 8 + size + entry['data_offsets'][0]
-                    self.places[name] = path, entry['dtype'], tuple(entry['shape']), first
 
-    def take(self, name):
-        """A tensor, mapped from its file: it takes no memory until it is read."""
-        if name not in self.places:
-            raise UserError(f'{self.folder} has no tensor {name}')
-        path, kind, shape, first = self.places.pop(name)
-        if kind not in DTYPES:
-            raise UserError(f'{name} is {kind}; only F32, F16 and BF16 can be read')
-        as_numpy, as_torch = DTYPES[kind]
-        with reading(path):
-            return torch.from_numpy(np.memmap(path, as_numpy, 'c', first, shape)).view(as_torch)
+def take_all(tensors, names, config):
+    """Our tensors by name, of {ours: theirs}, and whether embedding and head are one. If so, either
+    of their names may be missing in the file. What is left in `tensors` has no place."""
+    embedding, = names['wte.weight']
+    is_tied = 'lm_head.weight' not in tensors or bool(config.get('tie_word_embeddings'))
+    if not is_tied:
+        names = names | {'head.weight': ['lm_head.weight']}
+    elif 'lm_head.weight' in tensors:
+        tensors.setdefault(embedding, tensors.pop('lm_head.weight'))
+    return {ours: join(tensors, theirs) for ours, theirs in names.items()}, is_tied
 
-    def is_tied(self, config, embedding):
-        """Whether the embedding is the head. Then either name may be missing in the file."""
-        is_tied = 'lm_head.weight' not in self.places or bool(config.get('tie_word_embeddings'))
-        if is_tied and 'lm_head.weight' in self.places:
-            self.places.setdefault(embedding, self.places.pop('lm_head.weight'))
-        return is_tied
 
-    def take_all(self, names, config):
-        """Our tensors by name, of {ours: theirs}, and whether embedding and head are one."""
-        is_tied = self.is_tied(config, *names['wte.weight'])
-        if not is_tied:
-            names = names | {'head.weight': ['lm_head.weight']}
-        return {ours: self.join(theirs) for ours, theirs in names.items()}, is_tied
-
-    def join(self, theirs):
-        if isinstance(theirs[0], list):
-            parts = [self.join(names).T for names in theirs]
-            return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
-        parts = [self.take(name) for name in theirs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def check_empty(self):
-        left = [name for name in self.places if not re.search(BUFFERS, name)]
-        if left:
-            raise UserError(f'{self.folder} has a tensor {left[0]}: our model has no place for it')
+def join(tensors, theirs):
+    if isinstance(theirs[0], list):
+        parts = [join(tensors, names).T for names in theirs]
+        return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()
+    for name in theirs:
+        if name not in tensors:
+            raise UserError(f'there is no tensor {name} in the .safetensors files')
+    parts = [tensors.pop(name) for name in theirs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def require(config, **supported):
@@ -160,46 +150,67 @@ FAMILIES = dict(                                         # qkv_bias, qk_norm, na
 WINDOWS = dict(MistralForCausalLM=4096, MixtralForCausalLM=None)     # what transformers assumes
 
 
+# {our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one per
+# expert, each is transposed, and ours is the stack.
+
+def all_layers(n_layer, ours, theirs, block):
+    """The names of `block` in every layer, behind the names of the layer."""
+    def place(names, layer):
+        return [place(name, layer) if isinstance(name, list) else f'{layer}.{name}'
+                for name in names]
+    return {f'{ours}.{i}.{name}': place(names, f'{theirs}.{i}')
+            for i in range(n_layer) for name, names in block.items()}
+
+
 def gpt2_names(n_layer):
-    """{our tensor: theirs}, as llama_names: theirs are (in, out), ours (out, in)."""
-    names = {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
-             'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias']}
-    parts = dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
-                 fc='mlp.c_fc', down='mlp.c_proj')
-    for i in range(n_layer):
-        for ours, theirs in parts.items():
-            weight = [f'h.{i}.{theirs}.weight']
-            names[f'first.{i}.{ours}.weight'] = weight if 'norm' in ours else [weight]
-            names[f'first.{i}.{ours}.bias'] = [f'h.{i}.{theirs}.bias']
-    return names
+    """Theirs are (in, out), ours (out, in)."""
+    block = {}
+    for ours, theirs in dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
+                             fc='mlp.c_fc', down='mlp.c_proj').items():
+        weight = [f'{theirs}.weight']
+        block[f'{ours}.weight'] = weight if 'norm' in ours else [weight]
+        block[f'{ours}.bias'] = [f'{theirs}.bias']
+    return {'wte.weight': ['wte.weight'], 'wpe.weight': ['wpe.weight'],
+            'norm_f.weight': ['ln_f.weight'], 'norm_f.bias': ['ln_f.bias'],
+            **all_layers(n_layer, 'first', 'h', block)}
 
 
 def llama_names(family, n_layer, n_expert):
-    """{our tensor: theirs}. Of a list of names ours has all rows. Of a list of lists, such as one
-    per expert, each is transposed, and ours is the stack."""
     qkv_bias, qk_norm, mixture = family
-    names = {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight']}
-    for i in range(n_layer):
-        layer = f'layers.{i}'
-        block = {'norm_1.weight': [f'{layer}.input_layernorm.weight'],
-                 'norm_2.weight': [f'{layer}.post_attention_layernorm.weight'],
-                 'qkv.weight': [f'{layer}.self_attn.{z}_proj.weight' for z in 'qkv'],
-                 'proj.weight': [f'{layer}.self_attn.o_proj.weight']}
-        if qkv_bias:
-            block['qkv.bias'] = [f'{layer}.self_attn.{z}_proj.bias' for z in 'qkv']
-        if qk_norm != 'none':
-            block |= {f'norm_{z}.weight': [f'{layer}.self_attn.{z}_norm.weight'] for z in 'qk'}
-        if mixture:
-            *_, home, gate, up, down = mixture
-            experts = [f'{layer}.{home}.experts.{e}' for e in range(n_expert)]
-            block |= {'ffn.router.linear.weight': [f'{layer}.{home}.gate.weight'],
-                      'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
-                      'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
-        else:
-            block |= {'ffn.fc.weight': [f'{layer}.mlp.{z}_proj.weight' for z in ('gate', 'up')],
-                      'ffn.down.weight': [f'{layer}.mlp.down_proj.weight']}
-        names |= {f'blocks.{i}.{ours}': theirs for ours, theirs in block.items()}
-    return names
+    block = {'norm_1.weight': ['input_layernorm.weight'],
+             'norm_2.weight': ['post_attention_layernorm.weight'],
+             'qkv.weight': [f'self_attn.{z}_proj.weight' for z in 'qkv'],
+             'proj.weight': ['self_attn.o_proj.weight']}
+    if qkv_bias:
+        block['qkv.bias'] = [f'self_attn.{z}_proj.bias' for z in 'qkv']
+    if qk_norm != 'none':
+        block |= {f'norm_{z}.weight': [f'self_attn.{z}_norm.weight'] for z in 'qk'}
+    if mixture:
+        *_, home, gate, up, down = mixture
+        experts = [f'{home}.experts.{e}' for e in range(n_expert)]
+        block |= {'ffn.router.linear.weight': [f'{home}.gate.weight'],
+                  'ffn.fc': [[f'{e}.{gate}.weight', f'{e}.{up}.weight'] for e in experts],
+                  'ffn.down': [[f'{e}.{down}.weight'] for e in experts]}
+    else:
+        block |= {'ffn.fc.weight': ['mlp.gate_proj.weight', 'mlp.up_proj.weight'],
+                  'ffn.down.weight': ['mlp.down_proj.weight']}
+    return {'wte.weight': ['embed_tokens.weight'], 'norm_f.weight': ['norm.weight'],
+            **all_layers(n_layer, 'blocks', 'layers', block)}
+
+
+def molm_names(n_layer, identity_kv):
+    block = {f'norm_{n}.{kind}': [f'ln_{n}.{kind}'] for n in (1, 2) for kind in ('weight', 'bias')}
+    for ours, theirs, into, out in (('att', 'attn.q_proj', 'q', 'o'),
+                                    ('ffd', 'mlpf', 'fc', 'down')):
+        block |= {f'{ours}.{into}.weight': [f'{theirs}.experts.weight'],
+                  f'{ours}.{out}.weight': [f'{theirs}.output_experts.weight'],
+                  f'{ours}.router.B.weight': [f'{theirs}.gate.w_gate.0.weight'],
+                  f'{ours}.router.B.bias': [f'{theirs}.gate.w_gate.0.bias'],
+                  f'{ours}.router.A.weight': [f'{theirs}.gate.w_gate.3.weight']}
+    for kind in () if identity_kv else ('weight', 'bias'):
+        block[f'att.kv.{kind}'] = [f'attn.k_proj.{kind}', f'attn.v_proj.{kind}']
+    return {'wte.weight': ['wte.weight'], 'norm_f.weight': ['ln_f.weight'],
+            'norm_f.bias': ['ln_f.bias'], **all_layers(n_layer, 'blocks', 'h', block)}
 
 
 # Each: config.json, tensors and the architecture's name -> our file, its weights, its config
@@ -209,7 +220,7 @@ def read_gpt2(c, tensors, name):
             n_inner=[None, 4 * c['n_embd']], layer_norm_epsilon=[1e-5], scale_attn_weights=[True],
             scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
     keys = {ours: c[theirs] for ours, theirs in GPT2_SETTINGS.items()}
-    weights, tied = tensors.take_all(gpt2_names(c['n_layer']), c)
+    weights, tied = take_all(tensors, gpt2_names(c['n_layer']), c)
     return 'moep', weights, dict(keys, n_parallel=0, tied=tied)
 
 
@@ -222,7 +233,7 @@ def read_llama(c, tensors, name):
             attention_bias=[False], mlp_bias=[False], use_sliding_window=[False], clip_qkv=[None],
             mlp_only_layers=[[]], decoder_sparse_step=[1])
     n_expert = c.get('num_experts', c.get('num_local_experts')) if mixture else 1
-    weights, tied = tensors.take_all(llama_names(family, c['num_hidden_layers'], n_expert), c)
+    weights, tied = take_all(tensors, llama_names(family, c['num_hidden_layers'], n_expert), c)
     n_head = c['num_attention_heads']
     return 'selfmoe', weights, {ours: c[theirs] for ours, theirs in LLAMA_SETTINGS.items()} | dict(
         n_kv_head=c.get('num_key_value_heads') or n_head,
@@ -263,25 +274,9 @@ def read_molm(c, tensors, name=None):
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
             k_mlp=[c['k_att']])
     identity_kv = c['att_hidden'] == c['n_embd'] and c['n_head'] == 1
-    names = {'ln_1.weight': 'norm_1.weight', 'ln_1.bias': 'norm_1.bias',
-             'ln_2.weight': 'norm_2.weight', 'ln_2.bias': 'norm_2.bias'}
-    for theirs, ours, maps in (('attn.q_proj', 'att', ('q', 'o')), ('mlpf', 'ffd', ('fc', 'down'))):
-        names |= {f'{theirs}.experts.weight': f'{ours}.{maps[0]}.weight',
-                  f'{theirs}.output_experts.weight': f'{ours}.{maps[1]}.weight',
-                  f'{theirs}.gate.w_gate.0.weight': f'{ours}.router.B.weight',
-                  f'{theirs}.gate.w_gate.0.bias': f'{ours}.router.B.bias',
-                  f'{theirs}.gate.w_gate.3.weight': f'{ours}.router.A.weight'}
-    tied = tensors.is_tied(c, 'wte.weight')
-    weights = {name.replace('ln_', 'norm_'): tensors.take(name)
-               for name in ('wte.weight', 'ln_f.weight', 'ln_f.bias')}
-    weights['head.weight'] = weights['wte.weight'].clone() if tied \
-        else tensors.take('lm_head.weight')              # ours is untied
-    for i in range(c['n_layer']):
-        for theirs, ours in names.items():
-            weights[f'blocks.{i}.{ours}'] = tensors.take(f'h.{i}.{theirs}')
-        for kind in () if identity_kv else ('weight', 'bias'):
-            k, v = (tensors.take(f'h.{i}.attn.{name}_proj.{kind}') for name in 'kv')
-            weights[f'blocks.{i}.att.kv.{kind}'] = torch.cat((k, v))
+    weights, tied = take_all(tensors, molm_names(c['n_layer'], identity_kv), c)
+    if tied:                                             # ours is untied
+        weights['head.weight'] = weights['wte.weight'].clone()
     return 'moduleformer', weights, dict(
         block_size=c['block_size'], n_layer=c['n_layer'], n_embd=c['n_embd'], n_head=c['n_head'],
         n_att=c['n_att_experts'], d_att=c['att_hidden'], n_ffd=c['n_mlp_experts'],
@@ -303,10 +298,11 @@ def read_model(folder, model=None):
     if name not in READERS:
         raise UserError(f"{folder} is a {name or 'model without a name'}; there is a place for "
                         f"{', '.join(READERS)}")
-    tensors = Tensors(folder)
+    tensors = read_tensors(folder)
     with reading(folder / 'config.json'):                # a key may be missing
         file, weights, keys = READERS[name](config, tensors, name)
-    tensors.check_empty()
+    for name in tensors:                                 # those that are left
+        raise UserError(f'{folder} has a tensor {name}: our model has no place for it')
     if (file, model) == ('selfmoe', 'papaformer'):
         file, weights, keys = as_papaformer(weights, keys)
     if model not in (None, file):
@@ -335,26 +331,20 @@ def read_tokenizer(folder, n_vocab):
         blob = path.read_bytes()
         if known != spec['added_tokens']:                # such as a pad token without a row
             blob = json.dumps(spec | dict(added_tokens=known)).encode()
-        stop = read_ends(folder)
+        ends = [read_json(file).get('eos_token_id') for file in (
+            folder / 'generation_config.json', folder / 'config.json') if file.is_file()]
+        stop = next((end for end in ends if end is not None), [])
+        stop = stop if isinstance(stop, list) else [stop]
         tokenizer = json_tokenizer(blob, *stop[:1])
         tokenizer.stop = [i for i in stop if i < tokenizer.n_vocab]
         return tokenizer
-
-
-def read_ends(folder):
-    for path in (folder / 'generation_config.json', folder / 'config.json'):
-        ends = read_json(path).get('eos_token_id') if path.is_file() else None
-        if ends is not None:
-            return ends if isinstance(ends, list) else [ends]
-    return []
 
 
 def read_licence(folder):
     """As the front of its model card names it."""
     card = folder / 'README.md'
     text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
-    front = re.match(r'---\n(.*?)\n---', text, re.DOTALL)
-    found = re.search(r'^license: *(\S+)', front[1], re.MULTILINE) if front else None
+    found = re.match(r'---\n(?:(?!---).*\n)*?license: *(\S+)', text)
     return found[1] if found else 'unknown'
 
 

@@ -138,7 +138,10 @@ FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
     ('builds', 'nan', states(lambda m, x, idx: x / (0 * x))),
     ('builds', 'loss of each choice', router(balance_loss=lambda r, prob, choice: prob.mean(0))),
     ('builds', 'no losses', router(forward=lambda r, x_ND: Router.forward(r, x_ND)[:2])),
-    ('builds', 'choices first', router(forward=swapped))]]
+    ('builds', 'choices first', router(forward=swapped)),
+    # init_weights leaves a router's own parameters alone
+    ('builds', 'uninitialised', router(__init__=built(lambda r: r.register_parameter(
+        'extra', nn.Parameter(torch.empty(3))), Router)))]]
 
 
 @pytest.mark.parametrize('row, Model', FAULTS)
@@ -146,6 +149,7 @@ def test_a_fault_turns_its_row_red(row, Model):
     module = SimpleNamespace(Config=MoEPConfig, Model=Model)
     verdict, text = check.run_check(getattr(check, row), module, MoEPConfig(**MOEP))
     assert verdict == 'WRONG' and 'Traceback' not in text
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass
@@ -171,15 +175,6 @@ def test_a_bug_keeps_its_traceback():
     module = SimpleNamespace(Config=MoEPConfig, Model=states(lambda m, x, idx: 1 / 0))
     verdict, text = check.run_check(check.builds, module, MoEPConfig(**MOEP))
     assert verdict == 'WRONG' and '1 / 0' in text and 'ZeroDivisionError' in text
-
-
-def test_a_parameter_that_nothing_initialises_is_named():
-    add = lambda self: self.register_parameter('extra', nn.Parameter(torch.empty(3)))
-    Model = router(__init__=built(add, Router))          # init_weights leaves a router's own alone
-    module = SimpleNamespace(Config=MoEPConfig, Model=Model)
-    verdict, text = check.run_check(check.builds, module, MoEPConfig(**MOEP))
-    assert verdict == 'WRONG' and text.startswith('parallel.0.router.extra is never initialised')
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize('size, verdict', [
@@ -250,8 +245,9 @@ def test_table_and_exit_code(run, monkeypatch):
     assert lines[1].startswith('WRONG  shapes')
 
 
-def test_the_entry_of_a_router(run, monkeypatch):
+@pytest.mark.parametrize('name, said', [
+    ('arena/sigmoid.py', 'arena/sigmoid.py with config/moep.py\n'),
+    ('arena.dense', 'arena/dense.py with small sizes\n')])
+def test_where_sizes_come_from(name, said, run, monkeypatch):
     monkeypatch.setattr(check, 'CHECKS', ())
-    for name in ('arena.sigmoid', 'arena/sigmoid.py'):
-        text = run('tools.check', name, here=True).stdout
-        assert text == 'arena/sigmoid.py with arena/entries.py: router_sigmoid\n'
+    assert run('tools.check', name, here=True).stdout == said

@@ -5,7 +5,6 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ import selfmoe
 from conftest import ROOT
 from plumbing.bins import load_bin
 from plumbing.bpe import train_bpe
-from plumbing.checkpoint import load_checkpoint
-from plumbing.tokenizer import (
-    build_tokenizer, copy_tokenizer, load_tokenizer, rank_tokenizer, ranks_blob)
+from plumbing.checkpoint import load_checkpoint, write_checkpoint
+from plumbing.settings import Settings
+from plumbing.tokenizer import (build_tokenizer, copy_tokenizer, load_tokenizer, rank_tokenizer,
+                                ranks_blob)
 from test_contract import CASES
 from tools.lora import add_lora
 
@@ -43,10 +43,8 @@ def make_run(folder, data, name, keys, lora=False):
         torch.nn.init.normal_(p, std=0.2)
     folder.mkdir()
     copy_tokenizer(data, folder)
-    torch.save(dict(model=name, config=asdict(model.config), iter=7, words=10.0,
-                    settings=dict(data='toy', aux_weights={}), tokenizer=tokenizer.hash,
-                    weights=model.state_dict(), adapted=getattr(model, 'adapted', []), frozen=[]),
-               folder / 'ckpt.pt')
+    write_checkpoint(folder / 'ckpt.pt', model, model.state_dict(), Settings(model=name),
+                     tokenizer, iter=7, words=10.0)
     return folder
 
 

@@ -15,9 +15,8 @@ from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
 from tools import finetune
-from tools.finetune import (
-    METRICS, TASKS, Classifier, Examples, encode, find_files, majority, predict, read_examples,
-    shorten)
+from tools.finetune import (METRICS, TASKS, Classifier, Examples, encode, find_files, majority,
+                            predict, read_examples, shorten)
 
 CPU = torch.device('cpu')
 
@@ -114,8 +113,8 @@ def test_padding_changes_nothing(name):
     for size in (5, 2):                                  # whatever the batch
         for rows, ids, last in data.batches(np.array([3, 0, 2, 1, 4]), size):
             assert last.tolist() == [len(encoded[i]) - 1 for i in rows]
-            torch.testing.assert_close(classifier(ids, last).double(), alone[rows], rtol=1e-5,
-                                       atol=1e-6)
+            torch.testing.assert_close(classifier((ids, last))[0].double(), alone[rows],
+                                       rtol=1e-5, atol=1e-6)
     predictions = predict(classifier, data, Machine('cpu'))      # in the examples' own order
     assert predictions.tolist() == alone.argmax(1).tolist()
 
@@ -226,7 +225,7 @@ def test_steps_by_hand(monkeypatch, task):
         for rows, ids, last in data.batches(data.shuffled(3, epoch, 2), 2):
             for group in optimizer.param_groups:
                 group['lr'] = 1e-2 * (1 - it / 4)
-            out, y = expected(ids, last), data.labels[rows]
+            out, y = expected((ids, last))[0], data.labels[rows]
             loss = F.cross_entropy(out, y) if task == 'rte' else (out[:, 0] - y).square().mean()
             grads = torch.autograd.grad(loss, list(expected.parameters()), allow_unused=True)
             norms.append(torch.stack([g.norm() for g in grads if g is not None]).norm())

@@ -102,6 +102,8 @@ def test_only_what_is_new_trains(train, operate):
     operate('add_gates out/dense --freeze --out out/gates')
     after, before = train('gated', init_from='out/gates', max_iters=2), read_checkpoint('dense')
     assert {*after['frozen']} == {*before['weights']} < {*after['weights']}
+    assert all(torch.equal(after['weights'][name], w) for name, w in before['weights'].items())
+    assert after['weights']['gates.1.weight'].abs().max() > 0
 
 
 @pytest.mark.parametrize('line, message', [
