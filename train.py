@@ -293,9 +293,9 @@ def run(s, module, keys, machine):
     it = ckpt['iter'] if ckpt else 0
     if ckpt and 'threads' in ckpt:
         machine.set_threads(ckpt['threads'])
-    steps = data.steps() if s.max_iters is None else s.max_iters
+    steps = s.max_iters or data.steps()                  # 0: only the plan is wanted
     show_plan(model, data, it, steps, s, machine)
-    if s.max_iters == 0:                                 # only the plan was wanted
+    if s.max_iters == 0:
         return
     if data.T > model.config.block_size and context_limit(model):
         raise UserError(f'{s.model} reads no more than its block_size: lower seq_len')

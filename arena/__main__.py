@@ -47,8 +47,9 @@ def find_entries(names, track):
     for name in names or ENTRIES[track]:
         if name not in ENTRIES[track]:
             near = difflib.get_close_matches(name, ENTRIES[track], 1)
-            hint = f'; did you mean {near[0]}?' if near else ''
-            raise UserError(f'arena/entries.py has no {name} on the track {track}{hint}')
+            line = f"{name}=moep | dict(model='arena.{name}'),"
+            hint = f'did you mean {near[0]}?' if near else f'add {line}'
+            raise UserError(f'arena/entries.py has no {name} on the track {track}; {hint}')
         entry = ENTRIES[track][name]
         entries[name] = entry if isinstance(entry, list) else [entry]
         check_rules(name, entries[name], track)

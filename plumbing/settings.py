@@ -83,15 +83,18 @@ def read_settings(argv, usage=''):
     """-> Settings, the model's module, and the keys given for its Config. Later arguments win."""
     if not argv:
         raise UserError('name a config, such as config/moep.py, or see --help')
-    values, texts, out_dir = {}, {}, ''                  # texts: as typed on the command line
+    values, texts, key, out_dir = {}, {}, '', ''         # texts: as typed on the command line
     for arg in argv:
         if arg.startswith('-'):
             key, equals, text = arg.lstrip('-').partition('=')
             key = key.replace('-', '_')
             values[key], texts[key] = parse_value(text) if equals else True, text
         else:
+            if values.get(key) is True and not arg.endswith('.py'):  # --max_iters 300
+                raise UserError(f'a setting is written --{key}={arg}')
             if out_dir:
-                raise UserError(f'{arg} is a second config: name one')
+                hint = f'write --{arg}' if '=' in arg else 'name one'
+                raise UserError(f'{arg} is a second config: {hint}')
             values |= read_config(arg)
             out_dir = default_out_dir(arg)
     if values.get('init_from') and 'model' not in values:
@@ -105,6 +108,7 @@ def read_settings(argv, usage=''):
     for key, value in values.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, 1)
+            near += [name for name in kinds if key == ''.join(word[0] for word in name.split('_'))]
             hint = f"did you mean '{near[0]}'?" if near else 'see --help'
             if key == 'config' and value is not True:
                 hint = f'a config is named without it: train.py {value}'

@@ -53,4 +53,5 @@ def verdict(bits, other):
         return 'one seed: no test'
     p = welch(bits, other)
     word = 'better' if statistics.mean(bits) < statistics.mean(other) else 'worse'
-    return f"{word if p < SURE else 'no clear difference'}, p = {p:.3g}"
+    limit = f' (clear: below {SURE})' if SURE <= p < 0.05 else ''
+    return f"{word if p < SURE else 'no clear difference'}, p = {p:.3g}{limit}"

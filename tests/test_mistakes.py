@@ -64,7 +64,7 @@ def one_line(done, script):
     (['train.py'], 'name a config, such as config/moep.py'),
     ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
-    ([*NEW, '--batch_size', '8'], 'a setting is written --key=value'),
+    ([*NEW, '--batch_size', '8'], 'a setting is written --batch_size=8'),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
     (['train.py', 'config/moep.py', 'config/gpt2.py'], 'is a second config'),
     (['train.py', 'broken.py'], 'broken.py:1: '),
