@@ -48,12 +48,22 @@ def make_run(folder, data, name, keys, lora=False):
     return folder
 
 
+@pytest.fixture(scope='module', autouse=True)
+def modules(tmp_path_factory):
+    """Where transformers puts the code of what it loads, as a package that Python remembers."""
+    patch = pytest.MonkeyPatch()
+    cache = tmp_path_factory.mktemp('modules')
+    patch.setattr(transformers.dynamic_module_utils, 'HF_MODULES_CACHE', str(cache))
+    for name in [name for name in sys.modules if name.startswith('transformers_modules')]:
+        patch.delitem(sys.modules, name)
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope='module')
 def exported(data_dir, tmp_path_factory):
     """name -> our model, and the one that transformers loads; each is made once."""
     home = tmp_path_factory.mktemp('hf')
-    patch = pytest.MonkeyPatch()
-    patch.setattr(transformers.dynamic_module_utils, 'HF_MODULES_CACHE', str(home / 'modules'))
     made = {}
 
     def exported(name):
@@ -68,8 +78,7 @@ def exported(data_dir, tmp_path_factory):
                                                                        trust_remote_code=True)
             made[name] = ours, theirs.eval()
         return made[name]
-    yield exported
-    patch.undo()
+    return exported
 
 
 def random_ids(rows, length, seed=0):
