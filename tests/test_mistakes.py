@@ -65,6 +65,7 @@ def one_line(done, script):
     ([*NEW, '--n_emdb=8'], "did you mean 'n_embd'?"),
     ([*NEW, '--batch_size=big'], "batch_size = 'big' is not of type int"),
     ([*NEW, '--batch_size', '8'], 'a setting is written --batch_size=8'),
+    ([*NEW, '--lr=1e-3'], "did you mean 'learning_rate'?"),
     (['train.py', 'config/meop.py'], 'did you mean config/moep.py?'),
     (['train.py', 'config/moep.py', 'config/gpt2.py'], 'is a second config'),
     (['train.py', 'broken.py'], 'broken.py:1: '),
