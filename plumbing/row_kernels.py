@@ -218,11 +218,15 @@ def make_weight_gradient(x, grad, ends, x_index, grad_index, gate):
 # ---- What plumbing/rows.py calls -----------------------------------------------------------------
 
 class FeedForward(torch.autograd.Function):
-    """The gated sum of experts relu(x @ fc) ** 2 @ down. token (R,), pair (R,): of each row;
-    row_NK: the row of each choice."""
+    """A token's gated sum of its experts relu(x @ fc) ** 2 @ down. Row r is read from token[r], and
+    belongs to choice pair[r] of all N*K; row_NK says which row a choice has.
+
+    Forward keeps relu(x @ fc) alone, since backward can square it again. The gradient of a gate is
+    dy . (h @ down) = (dy @ down^T) . h, so the outputs of the experts need not be kept."""
     @staticmethod
     def forward(ctx, x_ND, gate_NK, fc, down, token, pair, row_NK, ends, dtype):
         x_ND, fc, down = x_ND.to(dtype), fc.to(dtype), down.to(dtype)
+        # After `ends`: from which rows of x, whether to square them, ReLU, a transposed w
         relu = product(x_ND, fc, ends, token, False, True, False)
         y_RD = product(relu, down, ends, None, True, False, False)
         ctx.save_for_backward(x_ND, gate_NK, fc, down, token, pair, row_NK, ends, relu)
