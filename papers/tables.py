@@ -404,21 +404,28 @@ def moduleformer_first():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
+ON_THE_PAGE = dict(              # the best of each kind; `python -m arena --table` prints all
+    toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
+         'loop_routed', 'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates',
+         'gpt2', 'router_hash', 'moep'),
+    baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
+          'dense_muon_drop_expert', 'dense', 'stlm_depth_flops', 'stlm_shared', 'dense_moe',
+          'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer', 'moep', 'papaformer_share'))
+
+
 def arena(track):
     """Both classes in one table, the best first, without p. The dense entries are in both classes,
-    so an entry of both has one verdict. Trials: the short runs that chose its settings."""
-    sweeps = group(leaderboard.read_runs(RESULTS / f'arena_{track}_sweeps.jsonl'), 'entry')
+    so an entry of both has one verdict."""
     entries = {}
     for key in leaderboard.CLASSES:
         header, *rows = leaderboard.table(track, key, [RESULTS])
         entries |= {row[0]: dict(zip(header, row)) for row in rows}
-    yield ('entry | parameters, M | MFLOPs per token | bits per byte | pairs `babylm2025` | '
-           'trials | against the dense entry')
-    for row in sorted(entries.values(), key=lambda row: float(row['bits per byte'].split()[0])):
-        yield join(row['entry'], row['parameters, M'], row['MFLOPs per token'],
-                   row['bits per byte'], row['pairs `babylm2025`'].split()[0],
-                   len(sweeps.get(row['entry'], ())) or '',
-                   row['against the dense entry'].split(',')[0])
+    columns = ['entry', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `babylm2025`']
+    yield join(*columns, 'against the dense entry')
+    shown = [entries[name] for name in ON_THE_PAGE[track]]
+    for row in sorted(shown, key=lambda row: float(row['bits per byte'].split()[0])):
+        row['pairs `babylm2025`'] = row['pairs `babylm2025`'].split()[0]
+        yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
 
 
 def toy_minutes():
