@@ -312,7 +312,7 @@ def test_the_deviation_is_pooled(tmp_path):
     half, p = interval(*bits.values()), welch(*bits.values())
     assert leaderboard.compare(bits, 'a', 'b') == (
         f'-1.5000 ± {half:.4f}, no clear difference, p = {p:.2g}')
-    even = dict(c=[9.0, 9.0, 9.0, 9.0, 9.0])             # half of the variance, 8 degrees of freedom
+    even = dict(c=[9.0, 9.0, 9.0, 9.0, 9.0])              # half the variance, 8 degrees of freedom
     half = 2.306 * (0.5 * 2 / 3) ** 0.5
     assert leaderboard.compare(bits | even, 'b', 'a').startswith(f'+1.5000 ± {half:.3f}')
     more = dict(one=[2.0], diverged=[1.0, 2.0, 99.0])
