@@ -406,11 +406,11 @@ def moduleformer_first():
 
 ON_THE_PAGE = dict(              # the best of each kind; `python -m arena --table` prints all
     toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
-         'loop_routed', 'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates',
-         'gpt2', 'router_hash', 'moep'),
+         'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates', 'gpt2',
+         'router_hash', 'moep'),
     baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
-          'dense_muon_drop_expert', 'dense', 'stlm_depth_flops', 'stlm_shared', 'dense_moe',
-          'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer', 'moep', 'papaformer_share'))
+          'dense', 'stlm_depth_flops', 'dense_moe', 'llama_flops', 'selfmoe_gates', 'gpt2',
+          'moduleformer', 'moep', 'papaformer_share'))
 
 
 def arena(track):
@@ -428,11 +428,6 @@ def arena(track):
         yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
 
 
-def toy_minutes():
-    """Track toy's class of minutes"""
-    return (join(*cells) for cells in leaderboard.minutes_table('toy', [RESULTS]))
-
-
 def without_copies():
     """Track baby's best on its text, which has copies of validation lines, and without them."""
     seen, clean = (group(read(name), 'entry') for name in ('arena_baby', 'arena_clean'))
@@ -446,29 +441,21 @@ def without_copies():
 
 def gaps_by_passes():
     """(passes, tokens of text, the dense model's bits per byte, {kind: (what a routed model is
-    better by, half of the 95% interval)}); longer: than a dense one that reads a third more. Over
-    three seeds, and over three validation texts: in some of the runs a part of the fourth,
-    babylm's, stood in the training text."""
-    kinds = dict(routed=('dense', 'routed'), longer=('longer', 'routed'),
-                 dropped=('dense', 'dropped'))
+    better by, half of the 95% interval)}). Over three seeds, and over three validation texts: in
+    some of the runs a part of the fourth, babylm's, stood in the training text."""
     for rows in group(read('passes'), 'size').values():
         bits = {(row['entry'], row['seed']): statistics.mean(
             row['val'][name] for name in ('simplewiki', 'stories', 'math')) for row in rows}
-        gaps = {}
-        for kind, (dense, routed) in kinds.items():
-            if (dense, 1) in bits:                       # longer: only on all of the text
-                gap = [bits[dense, seed] - bits[routed, seed] for seed in (1, 2, 3)]
-                gaps[kind] = mean_of_three(gap)
+        gaps = {kind: mean_of_three([bits['dense', seed] - bits[kind, seed] for seed in (1, 2, 3)])
+                for kind in ('routed', 'dropped')}
         dense = statistics.mean(bits['dense', seed] for seed in (1, 2, 3))
         yield rows[0]['passes'], rows[0]['tokens'] / rows[0]['passes'], dense, gaps
 
 
 def passes():
-    yield ('passes | dense | dense minus routed | the same, choices dropped | '
-           'dense reads a third more')
+    yield 'passes | dense | dense minus routed | the same, choices dropped'
     for number, _, dense, gaps in sorted(gaps_by_passes()):
-        cells = [f'{gaps[kind][0]:+.4f} ± {gaps[kind][1]:.4f}' if kind in gaps else '-'
-                 for kind in ('routed', 'dropped', 'longer')]
+        cells = [f'{gap:+.4f} ± {reach:.4f}' for gap, reach in gaps.values()]
         yield join(f'{number:.3g}', f'{dense:.4f}', *cells)
 
 
