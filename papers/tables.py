@@ -404,13 +404,13 @@ def moduleformer_first():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
-ON_THE_PAGE = dict(              # the best of each kind; `python -m arena --table` prints all
+ON_THE_PAGE = dict(              # of each kind; `python -m arena --table` prints all
     toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
          'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates', 'gpt2',
          'router_hash', 'moep'),
     baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
-          'dense', 'stlm_depth_flops', 'dense_moe', 'llama_flops', 'selfmoe_gates', 'gpt2',
-          'moduleformer', 'moep', 'papaformer_share'))
+          'dense', 'stlm_depth_flops', 'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer',
+          'moep', 'papaformer_share'))
 
 
 def arena(track):
