@@ -13,8 +13,8 @@ Then find its learning rate, and race:
 An entry is a dict of settings, as train.py takes them. A list of dicts is an entry of several
 stages. `init_from=0` starts from stage 0; `part=(0, 0.5)` reads the first half of the text;
 dict(surgery='compose', runs=[0, 1], ...) is a surgery on stages 0 and 1 (tools/surgery.py).
-NAME_flops is a variant for the class of equal FLOPs. docs/arena.md has the rules and says which
-learning rates were swept; papers/results/arena_TRACK_sweeps.jsonl has the sweeps.
+NAME_flops is a variant for the class of equal FLOPs. docs/arena.md has the rules,
+papers/results/arena_TRACK_sweeps.jsonl the sweeps of learning rates.
 """
 
 MOEP_BALANCE = dict(block_balance=0.01, expert_balance=0.01)

@@ -1,17 +1,20 @@
 """
 The arena's rules, and its tables from the rows that `python -m arena` adds.
 
-Two entries differ if the bits per byte of their seeds do, by Welch's t-test.
+Two entries differ if the bits per byte of their seeds do, by a t-test whose standard deviation is
+pooled over the track. In the class of minutes, which has few entries, by Welch's t-test.
 """
 
 import contextlib
 import json
+import math
 import statistics
+from functools import partial
 from pathlib import Path
 
 from plumbing.cli import reading
 from plumbing.settings import ROOT
-from plumbing.welch import spread, verdict
+from plumbing.welch import SURE, reach, spread, student, verdict
 
 PUBLISHED = ROOT / 'papers' / 'results'
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
@@ -59,12 +62,21 @@ def read_results(track, folders):
     return entries
 
 
+def read_bits(track, folders):
+    """{entry: the bits per byte of its seeds}, of those that can be tested: with several seeds, and
+    none that diverged (a deviation of ten times the median)."""
+    bits = {name: [row['bits_per_byte'] for row in seeds.values()]
+            for name, seeds in read_results(track, folders).items() if len(seeds) > 1}
+    limit = 10 * statistics.median(map(statistics.stdev, bits.values())) if bits else 0
+    return {name: seeds for name, seeds in bits.items() if statistics.stdev(seeds) <= limit}
+
+
 # ---- Tables -------------------------------------------------------------------------------------
 
 def table(track, key, folders):
     """The cells of a class: the header, then its entries, the best first. folders: with rows in
     arena_TRACK.jsonl."""
-    yield ['entry', 'seeds', 'parameters, M', 'active, M', 'MFLOPs per token', 'bits per byte',
+    yield ['entry', 'seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte',
            'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
     entries = {}
     for name, seeds in read_results(track, folders).items():
@@ -72,13 +84,13 @@ def table(track, key, folders):
         if key in classes(rows[0], track):
             entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
     bits = {name: scores['bits_per_byte'] for name, scores in entries.items()}
-    for name, against in against_dense(bits, DENSE).items():
+    test = partial(compare, read_bits(track, folders))
+    for name, against in against_dense(bits, DENSE, test).items():
         scores = entries[name]
         yield [
             name,
             str(len(scores['seed'])),
             f"{scores['parameters'][0] / 1e6:.2f}",
-            f"{scores['active'][0] / 1e6:.2f}",
             f"{scores['flops_per_token'][0] / 1e6:.2f}",
             spread(scores['bits_per_byte'], digits=4),
             spread(scores['harness']),
@@ -86,12 +98,26 @@ def table(track, key, folders):
             against]
 
 
-def against_dense(bits, kinds):
-    """{entry: its verdict against the best of these kinds}, the best first. bits: of its seeds."""
+def against_dense(bits, kinds, test):
+    """{entry: how it compares with the best of these kinds}, the best first. bits: of its seeds."""
     best_first = sorted(bits, key=lambda name: statistics.mean(bits[name]))
     dense = next((name for name in best_first if name in kinds), None)
-    verdicts = {name: verdict(bits[name], bits[dense]) if dense else '-' for name in best_first}
+    verdicts = {name: test(name, dense) if dense else '-' for name in best_first}
     return verdicts | ({dense: 'the dense entry'} if dense else {})
+
+
+def compare(bits, name, other):
+    """The gap between two entries, its 95% interval, and whether it is clear, by the deviation of
+    seeds pooled over all entries."""
+    if not bits.keys() >= {name, other}:
+        return 'no test: one seed, or one that diverged'
+    gap = statistics.mean(bits[name]) - statistics.mean(bits[other])
+    freedom = sum(len(seeds) - 1 for seeds in bits.values())
+    squares = sum(statistics.variance(seeds) * (len(seeds) - 1) for seeds in bits.values())
+    error = math.sqrt(squares / freedom * (1 / len(bits[name]) + 1 / len(bits[other])))
+    p = student(abs(gap) / error, freedom) if error else float(gap == 0)
+    word = 'no clear difference' if p >= SURE else 'better' if gap < 0 else 'worse'
+    return f'{gap:+.4f} ± {error * reach(freedom):.4f}, {word}, p = {p:.2g}'
 
 
 def show(track, folders, named=()):
@@ -105,11 +131,9 @@ def show(track, folders, named=()):
             lines.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
         print(f'\n{title}')
         print_columns(lines)
-    entries = read_results(track, folders)
-    if len(named) == 2 and entries.keys() >= {*named}:
-        a, b = ([row['bits_per_byte'] for row in entries[name].values()] for name in named)
-        print(f"\n{' against '.join(named)}: {spread(a, 4)} and {spread(b, 4)} bits per byte, "
-              f'{verdict(a, b)}')
+    if len(named) == 2:
+        test = compare(read_bits(track, folders), *named)
+        print(f"\n{' against '.join(named)}, bits per byte: {test}")
 
 
 def minutes_table(track, folders):
@@ -125,7 +149,11 @@ def minutes_table(track, folders):
         if row['budget'] == 1:
             entries.setdefault(row['entry'], []).append(row)
     bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
-    for name, against in against_dense(bits, [DENSE_OF_MINUTES]).items():
+
+    def test(name, dense):
+        return verdict(bits[name], bits[dense])
+
+    for name, against in against_dense(bits, [DENSE_OF_MINUTES], test).items():
         row = entries[name][0]
         speedup = effective_speedup(statistics.mean(bits[name]), dense)
         yield [name, f"{row['time']:.2f}", f"{row['tokens'] / 1e6:.2f}", spread(bits[name], 4),

@@ -404,26 +404,28 @@ def moduleformer_first():
 # ---- The arena ----------------------------------------------------------------------------------
 
 
+ON_THE_PAGE = dict(              # of each kind; `python -m arena --table` prints all
+    toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
+         'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates', 'gpt2',
+         'router_hash', 'moep'),
+    baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
+          'dense', 'stlm_depth_flops', 'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer',
+          'moep', 'papaformer_share'))
+
+
 def arena(track):
     """Both classes in one table, the best first, without p. The dense entries are in both classes,
-    so an entry of both has one verdict. Trials: the short runs that chose its settings."""
-    sweeps = group(leaderboard.read_runs(RESULTS / f'arena_{track}_sweeps.jsonl'), 'entry')
+    so an entry of both has one verdict."""
     entries = {}
     for key in leaderboard.CLASSES:
         header, *rows = leaderboard.table(track, key, [RESULTS])
         entries |= {row[0]: dict(zip(header, row)) for row in rows}
-    yield ('entry | parameters, M | MFLOPs per token | bits per byte | pairs `babylm2025` | '
-           'trials | against the dense entry')
-    for row in sorted(entries.values(), key=lambda row: float(row['bits per byte'].split()[0])):
-        yield join(row['entry'], row['parameters, M'], row['MFLOPs per token'],
-                   row['bits per byte'], row['pairs `babylm2025`'].split()[0],
-                   len(sweeps.get(row['entry'], ())) or '',
-                   row['against the dense entry'].split(',')[0])
-
-
-def toy_minutes():
-    """Track toy's class of minutes"""
-    return (join(*cells) for cells in leaderboard.minutes_table('toy', [RESULTS]))
+    columns = ['entry', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `babylm2025`']
+    yield join(*columns, 'against the dense entry')
+    shown = [entries[name] for name in ON_THE_PAGE[track]]
+    for row in sorted(shown, key=lambda row: float(row['bits per byte'].split()[0])):
+        row['pairs `babylm2025`'] = row['pairs `babylm2025`'].split()[0]
+        yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
 
 
 def without_copies():
@@ -439,29 +441,21 @@ def without_copies():
 
 def gaps_by_passes():
     """(passes, tokens of text, the dense model's bits per byte, {kind: (what a routed model is
-    better by, half of the 95% interval)}); longer: than a dense one that reads a third more. Over
-    three seeds, and over three validation texts: in some of the runs a part of the fourth,
-    babylm's, stood in the training text."""
-    kinds = dict(routed=('dense', 'routed'), longer=('longer', 'routed'),
-                 dropped=('dense', 'dropped'))
+    better by, half of the 95% interval)}). Over three seeds, and over three validation texts: in
+    some of the runs a part of the fourth, babylm's, stood in the training text."""
     for rows in group(read('passes'), 'size').values():
         bits = {(row['entry'], row['seed']): statistics.mean(
             row['val'][name] for name in ('simplewiki', 'stories', 'math')) for row in rows}
-        gaps = {}
-        for kind, (dense, routed) in kinds.items():
-            if (dense, 1) in bits:                       # longer: only on all of the text
-                gap = [bits[dense, seed] - bits[routed, seed] for seed in (1, 2, 3)]
-                gaps[kind] = mean_of_three(gap)
+        gaps = {kind: mean_of_three([bits['dense', seed] - bits[kind, seed] for seed in (1, 2, 3)])
+                for kind in ('routed', 'dropped')}
         dense = statistics.mean(bits['dense', seed] for seed in (1, 2, 3))
         yield rows[0]['passes'], rows[0]['tokens'] / rows[0]['passes'], dense, gaps
 
 
 def passes():
-    yield ('passes | dense | dense minus routed | the same, choices dropped | '
-           'dense reads a third more')
+    yield 'passes | dense | dense minus routed | the same, choices dropped'
     for number, _, dense, gaps in sorted(gaps_by_passes()):
-        cells = [f'{gaps[kind][0]:+.4f} ± {gaps[kind][1]:.4f}' if kind in gaps else '-'
-                 for kind in ('routed', 'dropped', 'longer')]
+        cells = [f'{gap:+.4f} ± {reach:.4f}' for gap, reach in gaps.values()]
         yield join(f'{number:.3g}', f'{dense:.4f}', *cells)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import cache
 
 SURE = 0.01                              # a difference counts if p is less
 
@@ -24,11 +25,17 @@ def error_of_gap(a, b):
 def interval(a, b):
     """Half of the 95% interval of mean(a) - mean(b): the p of a gap at its end is 0.05."""
     error, freedom = error_of_gap(a, b)
+    return error * reach(freedom)
+
+
+@cache
+def reach(freedom):
+    """Half of a 95% interval, in standard errors."""
     low, high = 0.0, 1000.0
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (middle, high) if student(middle, freedom) > 0.05 else (low, middle)
-    return error * high
+    return high
 
 
 def student(t, freedom, n=20_000):

@@ -305,6 +305,26 @@ def test_welch():
     assert welch(a, far) == pytest.approx(0.05, abs=1e-4)
 
 
+def test_the_deviation_is_pooled(tmp_path):
+    """Two entries with the same deviation: Welch's test. A third one that is more even makes the
+    interval smaller. One seed, or one that diverged, is not tested."""
+    bits = dict(a=[1.0, 2.0, 3.0], b=[2.5, 3.5, 4.5])
+    half, p = interval(*bits.values()), welch(*bits.values())
+    assert leaderboard.compare(bits, 'a', 'b') == (
+        f'-1.5000 ± {half:.4f}, no clear difference, p = {p:.2g}')
+    even = dict(c=[9.0, 9.0, 9.0, 9.0, 9.0])              # half the variance, 8 degrees of freedom
+    half = 2.306 * (0.5 * 2 / 3) ** 0.5
+    assert leaderboard.compare(bits | even, 'b', 'a').startswith(f'+1.5000 ± {half:.3f}')
+    more = dict(one=[2.0], diverged=[1.0, 2.0, 99.0])
+    with open(tmp_path / 'arena_toy.jsonl', 'w') as file:
+        for name, seeds in (bits | more).items():
+            for seed, value in enumerate(seeds):
+                print(json.dumps(dict(entry=name, seed=seed, bits_per_byte=value)), file=file)
+    assert leaderboard.read_bits('toy', [tmp_path]) == bits
+    for name in more:
+        assert leaderboard.compare(bits, name, 'a').startswith('no test')
+
+
 def test_flops_are_of_what_is_taken(home, monkeypatch):
     """On the validation text, at the end: not of top_k."""
     entry = TINY | dict(n_parallel=1, n_head_parallel=1, n_embd_parallel=8, n_layer=2)
