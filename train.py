@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from plumbing.average import Averages
 from plumbing.bins import count_routes, load_bin, read_windows, score_batches, val_batches
 from plumbing.checkpoint import (build_model, context_limit, copy_model, find_run, start_from,
                                  write_checkpoint)
@@ -316,6 +317,7 @@ def run(s, module, keys, machine):
     remembers = s.stream and getattr(model.config, 'memory', 0)
     carry = restore(ckpt, optimizer, machine) if ckpt else []    # stays empty without a memory
     take_step = make_step(model, optimizer, s, machine, steps)
+    averages = Averages(model, s.average, steps)
 
     # the run's folder
     log = Log(out, machine, ckpt, s.overwrite)
@@ -342,6 +344,7 @@ def run(s, module, keys, machine):
                 carry = [[] for _ in range(s.gradient_accumulation_steps)]
             mean, norm = take_step(*data.windows(it), carry)
             it += 1
+            averages.update(it)
             bar.update()
 
             # what is due after it; ckpt.pt comes last, as it keeps the log's place
@@ -364,7 +367,13 @@ def run(s, module, keys, machine):
             for words in milestones:
                 save(out / f'ckpt_{human(words)}.pt', it, model, data, s, machine)
             if evaluates:
-                log.write(it, **evaluate(model, data, it, machine))
+                scores = evaluate(model, data, it, machine)
+                for name in averages.swapped_in() if is_last else ():
+                    machine.say(f'weights   {name}:')
+                    others = evaluate(model, data, it, machine)['val']
+                    scores['val'] |= {f'{key}_{name}': score for key, score in others.items()}
+                    save(out / f'ckpt_{name}.pt', it, model, data, s, machine)
+                log.write(it, **scores)
             if saves:
                 ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
                 save(out / 'ckpt.pt', it, model, data, s, machine, ranks=ranks,

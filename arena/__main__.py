@@ -232,7 +232,7 @@ def measure(folder):
     lines = read_log(folder)
     run = next(line['run'] for line in lines if 'run' in line)
     last = [line for line in lines if 'val' in line][-1]
-    scores, = last['val'].values()
+    scores, *_ = last['val'].values()
     module = import_model(run['settings']['model'])
     config = module.Config(**run['config'])
     window = run['settings']['seq_len'] or config.block_size
