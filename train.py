@@ -78,6 +78,7 @@ class Data:
             raise UserError(f'an epoch of {max(0, self.n_windows)} windows is less than one step '
                             f'of {self.rows}: add text, or lower seq_len, stride or batch_size')
         self.epoch_starts = functools.lru_cache(2)(self.epoch_starts)    # a step may span two
+        self.epoch_text = functools.lru_cache(2)(self.epoch_text)
 
     def epoch_starts(self, epoch):
         """Where the windows of an epoch start."""
@@ -89,10 +90,33 @@ class Data:
         rng.shuffle(starts)
         return starts[:self.n_windows]
 
+    @functools.cached_property
+    def documents(self):
+        """The text in memory, as one array per document."""
+        text = np.concatenate(self.bins)
+        ends = np.flatnonzero(text == self.tokenizer.end[0]) + self.slots
+        return [document for document in np.split(text, ends) if len(document)]
+
+    def epoch_text(self, epoch):
+        """The text with its documents in the order of an epoch."""
+        order = np.random.default_rng([self.s.seed, epoch, 1]).permutation(len(self.documents))
+        return np.concatenate([self.documents[i] for i in order])
+
     def step_starts(self, step):
-        """Where the windows of a step start, for all processes."""
+        """Where the windows of a step start, for all processes. With shuffle_documents the texts of
+        the epochs that the step reads lie end to end."""
         epoch, place = np.divmod(step * self.rows + np.arange(self.rows), self.n_windows)
-        return np.concatenate([self.epoch_starts(e)[place[epoch == e]] for e in np.unique(epoch)])
+        size = self.size if self.s.shuffle_documents else 0
+        return np.concatenate([self.epoch_starts(e)[place[epoch == e]] + (e - epoch[0]) * size
+                               for e in np.unique(epoch)])
+
+    def step_bins(self, step):
+        """The texts that a step's starts refer to."""
+        if not self.s.shuffle_documents:
+            return self.bins
+        first, last = step * self.rows, (step + 1) * self.rows - 1
+        return [self.epoch_text(epoch)
+                for epoch in range(first // self.n_windows, last // self.n_windows + 1)]
 
     def windows(self, step):
         """x, y of shape (A, B, T): this process's A micro-batches of a step. y is x shifted by one,
@@ -100,7 +124,7 @@ class Data:
         W processes of A micro-batches read what one process of W * A would."""
         shape = self.s.gradient_accumulation_steps, self.machine.world, self.s.batch_size
         mine = self.step_starts(step).reshape(shape)[:, self.machine.rank]
-        ids = read_windows(self.bins, mine.flatten(), self.T + 1, pinned=self.machine.cuda)
+        ids = read_windows(self.step_bins(step), mine.flatten(), self.T + 1, pinned=self.machine.cuda)
         ids = ids.to(self.machine.device, non_blocking=True).view(*mine.shape, -1)
         x, y = ids[..., :-1].contiguous(), ids[..., 1:]
         return x, y.masked_fill(y == self.pad, -1)

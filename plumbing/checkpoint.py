@@ -142,7 +142,7 @@ def find_run(out, s, keys, machine):
         raise UserError(f'{out} cannot be resumed: it was made by a tool, or by an older version. '
                         f'Start a new run from its weights, with --init_from={out} and --out_dir')
     fixed = {'model', 'data', 'seed', 'seq_len', 'stride', 'stream', 'epoch_words', 'batch_size',
-             'gradient_accumulation_steps', 'optimizer', 'processes', *keys}
+             'gradient_accumulation_steps', 'optimizer', 'processes', 'shuffle_documents', *keys}
     before = ckpt['config'] | ckpt['settings'] | dict(processes=len(ckpt['ranks']))
     now = asdict(s) | keys | dict(processes=machine.world)
     for key in [key for key in now if key in before and now[key] != before[key]]:

@@ -34,6 +34,7 @@ class Settings:
     seq_len: int | None = None             # tokens per window; the model's block_size if not given
     stride: int | None = None              # tokens between window starts; seq_len if not given
     stream: bool = False                   # read in order: a batch row goes on where it stopped
+    shuffle_documents: bool = False        # each epoch reads the documents in an order of its own
     epoch_words: float | None = None       # words per epoch; if not given, an epoch is all windows
     # how long
     epochs: float = 1.0                    # passes over the data
