@@ -271,6 +271,8 @@ def make_optimizer(model, s, machine):
     if s.optimizer == 'muon':
         from plumbing.muon import Muon, split_groups
         kind, groups = Muon, split_groups(groups, model, s.muon_rate)
+        if s.decay_shape != 'constant':                  # a tensor, as a CUDA graph needs
+            groups[-1]['weight_decay'] = torch.tensor(s.weight_decay, device=machine.device)
     optimizer = kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,
                      capturable=machine.cuda, fused=machine.device.type in ('cuda', 'cpu'))
     optimizer.scaler = torch.amp.GradScaler(machine.device.type,
@@ -285,6 +287,13 @@ def set_rate(optimizer, lr):
             group['lr'].fill_(lr)
         else:
             group['lr'] = lr
+
+
+def set_decay(optimizer, s, done):
+    """Muon's weight decay falls to an eighth and rises again, both linearly."""
+    if s.optimizer == 'muon' and s.decay_shape == 'rise_fall':
+        shape = 1 / 8 + 7 / 8 * abs(1 - 2 * done)
+        optimizer.param_groups[-1]['weight_decay'].fill_(s.weight_decay * shape)
 
 
 def learning_rate(it, s, steps):
@@ -362,6 +371,7 @@ def run(s, module, keys, machine):
             # one step
             lr = learning_rate(it, s, steps)
             set_rate(optimizer, lr)
+            set_decay(optimizer, s, it / steps)
             if hasattr(model, 'set_progress'):           # for what changes during training
                 model.set_progress(it / steps)
             if remembers and data.restarts_text(it):

@@ -50,6 +50,7 @@ class Settings:
     warmup_iters: int = 0                  # steps of linear warm-up
     warmup_lr: float = 0.0                 # the rate that the warm-up starts from
     weight_decay: float = 0.1              # on matrices only
+    decay_shape: Literal['constant', 'rise_fall'] = 'constant'   # Muon's: 1, 1/8 halfway, then 1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
