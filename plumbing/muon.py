@@ -52,7 +52,8 @@ class Muon(torch.optim.AdamW):
         overflow = getattr(self, 'found_inf', None)      # float16's scaler: 1 if nothing may move
         if overflow is not None:
             rate = rate * (1 - overflow)
-        ahead, move = (fused(f) if self.compiled else f for f in (look_ahead, move_by))
+        movers = look_ahead, move_cautiously if group['cautious'] else move_by
+        ahead, move = (fused(f) if self.compiled else f for f in movers)
         batches = {}                                     # matrices of one size, alone or in stacks
         for p in group['params']:
             if p.grad is not None:
@@ -87,6 +88,14 @@ def move_by(params, update, scale, rate, decay):
     parts = update.split([p[..., 0, 0].numel() for p in params])
     torch._foreach_mul_(params, 1 - rate * decay)
     torch._foreach_sub_(params, [rate * scale * u.reshape(p.shape) for p, u in zip(params, parts)])
+
+
+def move_cautiously(params, update, scale, rate, decay):
+    """Weight decay only where it has the direction of the update (Chen et al. 2025)."""
+    parts = update.split([p[..., 0, 0].numel() for p in params])
+    for p, u in zip(params, parts):
+        u = u.reshape(p.shape)
+        p.sub_(rate * (scale * u + decay * p * (u * p > 0)))
 
 
 def update_scale(shape):
