@@ -271,7 +271,7 @@ def make_optimizer(model, s, machine):
     if s.optimizer == 'muon':
         from plumbing.muon import Muon, split_groups
         kind, groups = Muon, split_groups(groups, model, s.muon_rate)
-        groups[-1] |= dict(cautious=s.cautious_decay)
+        groups[-1] |= dict(cautious=s.cautious_decay, normuon=s.normuon)
         if s.decay_shape != 'constant':                  # a tensor, as a CUDA graph needs
             groups[-1]['weight_decay'] = torch.tensor(s.weight_decay, device=machine.device)
     optimizer = kind(groups, lr=lr, betas=(s.beta1, s.beta2), eps=s.eps,

@@ -53,19 +53,26 @@ class Muon(torch.optim.AdamW):
         if overflow is not None:
             rate = rate * (1 - overflow)
         movers = look_ahead, move_cautiously if group['cautious'] else move_by
-        ahead, move = (fused(f) if self.compiled else f for f in movers)
+        ahead, move, even = (fused(f) if self.compiled else f for f in (*movers, even_out))
         batches = {}                                     # matrices of one size, alone or in stacks
         for p in group['params']:
             if p.grad is not None:
-                batches.setdefault((p.shape[-2:], update_scale(p.shape)), []).append(p)
+                is_stack = group['normuon'] and p.dim() == 3     # its neurons are columns
+                key = p.shape[-2:], update_scale(p.shape), is_stack
+                batches.setdefault(key, []).append(p)
                 if not self.state[p]:                    # AdamW asks every parameter for its step
                     self.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p))
-        for (_, scale), params in batches.items():
+                    if group['normuon']:
+                        neurons = p[..., :1, :] if is_stack else p[:, :1]
+                        self.state[p]['exp_avg_sq'] = torch.zeros_like(neurons)
+        for (_, scale, is_stack), params in batches.items():
             momenta = [self.state[p]['exp_avg'] for p in params]
             grads = [p.grad for p in params]
             if overflow is not None:                     # a momentum moved towards itself stays
                 grads = [torch.where(overflow > 0, m, grad) for m, grad in zip(momenta, grads)]
             update = orthogonal(ahead(grads, momenta))
+            if group['normuon']:
+                update = even(update, [self.state[p]['exp_avg_sq'] for p in params], is_stack)
             move(params, update, scale, rate, group['weight_decay'])
 
 
@@ -82,6 +89,19 @@ def look_ahead(grads, momenta):
     x = torch.cat([y.view(-1, *y.shape[-2:]) for y in ahead])
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # an expert without tokens stays at 0
     return x.bfloat16() if x.is_cuda else x              # on a GPU that is fast
+
+
+def even_out(update, squares, is_stack):
+    """NorMuon (Li et al. 2025): each neuron's update over the root of the running mean of its
+    squares. The length of the whole stays the same."""
+    update = update.float()
+    new = update.square().mean(-2 if is_stack else -1, keepdim=True)
+    parts = new.split([s[..., 0, 0].numel() for s in squares])
+    torch._foreach_lerp_(squares, [n.reshape(s.shape) for n, s in zip(parts, squares)], 0.05)
+    mean = torch.cat([s.view(-1, *s.shape[-2:]) for s in squares])
+    even = update / (mean.sqrt() + 1e-8)
+    length = lambda x: x.norm(dim=(-2, -1), keepdim=True)
+    return even * (length(update) / (length(even) + 1e-8))
 
 
 def move_by(params, update, scale, rate, decay):

@@ -51,6 +51,7 @@ class Settings:
     warmup_lr: float = 0.0                 # the rate that the warm-up starts from
     weight_decay: float = 0.1              # on matrices only
     decay_shape: Literal['constant', 'rise_fall'] = 'constant'   # Muon's: 1, 1/8 halfway, then 1
+    normuon: bool = False                  # Muon's update, evened out between the neurons
     cautious_decay: bool = False           # Muon's: only where the update also shrinks the weight
     beta1: float = 0.9
     beta2: float = 0.95
