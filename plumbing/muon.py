@@ -52,17 +52,17 @@ class Muon(torch.optim.AdamW):
         overflow = getattr(self, 'found_inf', None)      # float16's scaler: 1 if nothing may move
         if overflow is not None:
             rate = rate * (1 - overflow)
-        movers = look_ahead, move_cautiously if group['cautious'] else move_by
+        movers = look_ahead, move_cautiously if group.get('cautious') else move_by
         ahead, move, even = (fused(f) if self.compiled else f for f in (*movers, even_out))
         batches = {}                                     # matrices of one size, alone or in stacks
         for p in group['params']:
             if p.grad is not None:
-                is_stack = group['normuon'] and p.dim() == 3     # its neurons are columns
+                is_stack = group.get('normuon') and p.dim() == 3     # its neurons are columns
                 key = p.shape[-2:], update_scale(p.shape), is_stack
                 batches.setdefault(key, []).append(p)
                 if not self.state[p]:                    # AdamW asks every parameter for its step
                     self.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p))
-                    if group['normuon']:
+                    if group.get('normuon'):
                         neurons = p[..., :1, :] if is_stack else p[:, :1]
                         self.state[p]['exp_avg_sq'] = torch.zeros_like(neurons)
         for (_, scale, is_stack), params in batches.items():
@@ -71,7 +71,7 @@ class Muon(torch.optim.AdamW):
             if overflow is not None:                     # a momentum moved towards itself stays
                 grads = [torch.where(overflow > 0, m, grad) for m, grad in zip(momenta, grads)]
             update = orthogonal(ahead(grads, momenta))
-            if group['normuon']:
+            if group.get('normuon'):
                 update = even(update, [self.state[p]['exp_avg_sq'] for p in params], is_stack)
             move(params, update, scale, rate, group['weight_decay'])
 
