@@ -177,7 +177,10 @@ def load_data_and_model(s, module, keys, ckpt, machine):
     else:
         multiple = 64 if len(tokenizer.end) == 1 else 1  # 64 is faster on a GPU
         vocab_size = math.ceil(tokenizer.n_vocab / multiple) * multiple
-        config = make_config(module, dict(vocab_size=vocab_size) | keys)
+        known = dict(vocab_size=vocab_size)
+        if hasattr(module.Config, 'end_token'):          # arena/dense_tools.py
+            known['end_token'] = tokenizer.end[0]
+        config = make_config(module, known | keys)
         check_vocabulary(config, tokenizer, folders[0])
         with torch.device('meta' if s.max_iters == 0 else 'cpu'):    # meta: a plan needs no weights
             model = module.Model(config)
