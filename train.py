@@ -124,7 +124,8 @@ class Data:
         W processes of A micro-batches read what one process of W * A would."""
         shape = self.s.gradient_accumulation_steps, self.machine.world, self.s.batch_size
         mine = self.step_starts(step).reshape(shape)[:, self.machine.rank]
-        ids = read_windows(self.step_bins(step), mine.flatten(), self.T + 1, pinned=self.machine.cuda)
+        ids = read_windows(self.step_bins(step), mine.flatten(), self.T + 1,
+                           pinned=self.machine.cuda)
         ids = ids.to(self.machine.device, non_blocking=True).view(*mine.shape, -1)
         x, y = ids[..., :-1].contiguous(), ids[..., 1:]
         return x, y.masked_fill(y == self.pad, -1)

@@ -58,7 +58,7 @@ class Settings:
     eps: float = 1e-8
     grad_clip: float = 1.0                 # largest gradient norm; 0: no clipping
     aux_weights: dict = field(default_factory=dict)  # {name of an auxiliary loss: its weight}
-    average: list | float = 0.0            # also score the mean weights of the last 0.2 of the steps
+    average: list | float = 0.0            # 0.2: also score the mean weights of the last fifth
     # what is written
     log_interval: int = 10                 # steps between lines of the log
     eval_interval: int = 500               # steps between evaluations (also at the start and end)
