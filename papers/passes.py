@@ -2,7 +2,7 @@
 Where does routing pay? The same 50M tokens, read from more and more text: 20 to 1.65 passes.
 
     python -m papers.passes                  # 48 runs, about a minute each on one H200
-    python -m papers.passes --minutes        # 18 runs: per minute, not per FLOP
+    python -m papers.passes --minutes        # 30 runs: per minute, not per FLOP
 
 Our rows are in papers/results/passes.jsonl and minutes.jsonl. papers.plots draws docs/passes.png;
 `longer` we have run on all of the text only.
@@ -14,8 +14,8 @@ mix makes the parts, as data sets passes_FROM_SHARE. Seed 2 reads the next one, 
 shows what the choice of text does. All models of a seed read the same.
 
 With --minutes the routed model has experts in every third block only, and the dense one takes more
-steps, as many as fit into its time. They read all of the text, a third of it, and the Python files
-of this installation (prepare.py python).
+steps, as many as fit into its time. Each is regularised as suits it and the number of passes. They
+also read the Python files of this installation (prepare.py python).
 
 Every run is scored on all validation texts, as bits per byte of all bytes. The four data sets need
 one tokenizer; docs/arena.md has the commands. What has its row is not run again.
@@ -40,6 +40,9 @@ PASSES = dict(
 MINUTES = dict(                  # a step of `third` takes 1.179 times as long (results/step.jsonl)
     dense=('dense_muon', dict(max_iters=1799, learning_rate=1e-2)),
     third=('dense_moe_shared_muon_flops', dict(n_expert=48, route_every=3, learning_rate=7e-3)))
+REGULAR = {                      # dropout of either, and the share of choices that `third` drops
+    None: (0.0, 0.0, 0.0), 'python': (0.0, 0.0, 0.0),
+    10e6: (0.1, 0.1, 0.2), 5e6: (0.2, 0.2, 0.4), 2.5e6: (0.3, 0.3, 0.4)}
 
 
 def train(models, model, size, seed):
@@ -53,8 +56,10 @@ def train(models, model, size, seed):
     settings = dict(ENTRIES['baby'][entry]) | dict(max_iters=STEPS) | changes
     for key in ('stride', 'epoch_words', 'epochs'):      # here a pass reads every token once
         del settings[key]
-    if models is MINUTES and share == 1:                 # text that is read once or twice
-        settings['dropout'] = 0.0
+    if models is MINUTES:
+        dense, third, dropped = REGULAR[size]
+        settings |= dict(dropout=dense) if model == 'dense' else dict(dropout=third,
+                                                                      drop_expert=dropped)
     out = Path('out', 'minutes' if models is MINUTES else 'passes', f'{model}_{size}_{seed}')
     data = ','.join(sets)
     if share < 1:
@@ -86,7 +91,7 @@ def main():
                         'out/minutes.jsonl)')
     args = parser.parse_args()
     models = MINUTES if args.minutes else PASSES
-    sizes = (None, 10e6, 'python') if args.minutes else (2.5e6, 5e6, 10e6, None)
+    sizes = REGULAR if args.minutes else (2.5e6, 5e6, 10e6, None)
     to = args.to or Path('out/minutes.jsonl' if args.minutes else 'out/passes.jsonl')
     to.parent.mkdir(exist_ok=True)
     lines = to.read_text().splitlines() if to.exists() else []

@@ -460,30 +460,43 @@ def passes():
 
 
 def after_equal_time():
-    """(the text, the rows of a dense and of a routed model): papers.passes --minutes. Rows of fewer
-    tokens are trials; those of more, a longer run of the dense model."""
-    runs = [row for row in read('minutes') if 30e6 < row['tokens'] < 70e6]
-    for size, rows in group(runs, 'size').items():
-        models = group(rows, 'entry')
-        yield size, models['dense'], models['third']
+    """Of papers.passes --minutes: the text, the rows of the dense and of the routed model, and the
+    dense one's {budget: bits per byte}, for the effective speedup."""
+    rows = [row for row in read('minutes') if row.get('is') != 'trial']
+    by_size = group(rows, 'size')
+    for size in (None, 10e6, 5e6, 2.5e6, 'python'):
+        rows = by_size[size]
+        models = group([row for row in rows if 'is' not in row], 'entry')
+        full = models['dense'][0]['tokens']
+        curve = {row['tokens'] / full: row['bits_per_byte'] for row in rows if 'is' in row}
+        curve[1.0] = statistics.mean(bits_of(models['dense']))
+        yield size, models['dense'], models['third'], curve
+
+
+def bits_of(rows):
+    return [row['bits_per_byte'] for row in rows]
 
 
 def gap_after_equal_time(dense, routed):
-    """What the routed model is better by, half of the 95% interval, p."""
-    bits = [[row['bits_per_byte'] for row in rows] for rows in (dense, routed)]
-    return (statistics.mean(bits[0]) - statistics.mean(bits[1]), welch.interval(*bits),
-            welch.welch(*bits))
+    """What the routed model is better by, half of the 95% interval, p; of one seed only the gap."""
+    bits = bits_of(dense), bits_of(routed)
+    gap = statistics.mean(bits[0]) - statistics.mean(bits[1])
+    return (gap, welch.interval(*bits), welch.welch(*bits)) if len(dense) > 1 else (gap, None, None)
 
 
 def minutes():
-    yield 'text | tokens of it | passes: dense, routed | dense | routed | dense minus routed | p'
-    for size, dense, routed in after_equal_time():
+    yield ('text | passes: dense, routed | dense | routed | dense minus routed | p | '
+           'effective speedup')
+    for size, dense, routed, curve in after_equal_time():
         gap, reach, p = gap_after_equal_time(dense, routed)
-        yield join('Python files' if size == 'python' else 'prose',
-                   f"{routed[0]['tokens'] / routed[0]['passes'] / 1e6:.3g}M",
-                   f"{dense[0]['passes']:.2f}, {routed[0]['passes']:.2f}",
-                   *(spread([row['bits_per_byte'] for row in rows], 4) for rows in (dense, routed)),
-                   f'{gap:+.4f} ± {reach:.4f}', f'{p:.2g}')
+        tokens = routed[0]['tokens'] / routed[0]['passes'] / 1e6
+        yield join(f"{tokens:.2g}M of {'Python files' if size == 'python' else 'prose'}",
+                   f"{dense[0]['passes']:.3g}, {routed[0]['passes']:.3g}",
+                   *(spread(bits_of(rows), 4) for rows in (dense, routed)),
+                   f'{gap:+.4f} ± {reach:.4f}' if reach else f'{gap:+.4f} (one seed)',
+                   f'{p:.2g}' if p else '-',
+                   leaderboard.effective_speedup(statistics.mean(bits_of(routed)), curve)
+                   if len(curve) > 1 else '-')
 
 
 # ---- Pages --------------------------------------------------------------------------------------
