@@ -16,7 +16,6 @@ import torch
 from plumbing.bins import score_batches, val_batches
 from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, reading, run_main
-from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 
 
@@ -151,11 +150,10 @@ def main():
         raise UserError('this model has no routers: there is nothing to choose')
 
     torch.manual_seed(args.seed)
-    writer = fast_writer(model, machine)
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        idx = writer.generate(prompt, n_new, args.temperature, args.top_k or None)
+        idx = model.generate(prompt, n_new, args.temperature, args.top_k or None)
         idx = idx[:, :end_of_text(idx[0].tolist(), prompt.size(1), tokenizer.stop)]
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:

@@ -179,13 +179,13 @@ class CUDAGraphStep:
     are the same tensors every time: read them before the next call. Where a graph is not possible,
     this is just fn."""
 
-    def __init__(self, fn, machine, wanted=True, plain_calls=3):
+    def __init__(self, fn, machine, wanted=True):
         self.fn = fn
         self.device = machine.device
         self.calls = {}                                  # {shapes: plain calls so far}
         self.graphs = {}                                 # {shapes: what was recorded}
         is_possible = machine.cuda and machine.world == 1
-        self.plain_calls = plain_calls if wanted and is_possible else math.inf
+        self.plain_calls = 3 if wanted and is_possible else math.inf
         self.pool = None                        # the graphs of all shapes share their memory
 
     def __call__(self, *inputs):
