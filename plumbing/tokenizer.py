@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import json
 import re
-import unicodedata
 from pathlib import Path
 
 import regex                    # GPT-2's pattern needs \p{L}, which re lacks; tiktoken brings it
@@ -27,9 +26,6 @@ PATTERN = regex.compile(
 PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
 # A sentence ends after a line, or after . ! ? and closing quotes; spaces in between begin the next.
 SENTENCES = re.compile(r'''(?s).+?(?:\n|[.!?]["'”’)\]]*(?=[^\S\n]+\S)|\Z)''')
-# For models that have SentencePiece's tokenizer.model alone
-CONVERT = ('python -c "from transformers import AutoTokenizer as A; '
-           "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -39,14 +35,13 @@ class Tokenizer:
     """
     encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document.
     pad: an id that is read but never predicted: it fills up a chunk, or is the pause.
-    order: what else makes the ids, for the hash: neox's merges in their order, all of an hf file.
     cut(text) -> parts that are encoded one by one.
     extra: what else meta.json must say to build the tokenizer again.
     stop: ids with which an imported model ends a text; unknown: the id of <unk>, if there is one.
     """
 
-    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
-                 pad=-1, cut=PARTS.findall, **extra):
+    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', end=None, pad=-1,
+                 cut=PARTS.findall, **extra):
         self.kind = kind
         self.encode_part = encode_part
         self.cut = cut
@@ -61,7 +56,8 @@ class Tokenizer:
         self.stop, self.unknown = [], None
         self.n_vocab = len(token_bytes)
         self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
-        parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
+        file_too = [blob.hex()] if kind == 'hf' else []  # its bytes do not say what merges
+        parts = [kind, eot, extra, [t.hex() for t in token_bytes], file_too]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text):
@@ -112,53 +108,22 @@ def rank_tokenizer(blob):
     return tokenizer
 
 
-def neox_tokenizer(blob):
-    """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
-    spec = json.loads(blob)
-    model = spec['model']
-    normal = spec.get('normalizer') and spec['normalizer']['type']
-    special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
-    added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
-    byte = byte_letters()
-    raw = lambda token: bytes(byte[letter] for letter in token)
-    ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
-    merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
-    # tiktoken's ranks are the order of merging; ids need not follow it and are looked up later.
-    single = [token for token in ids if len(token) == 1]
-    order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
-    to_id = [ids[token] for token in order]
-    bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, special_tokens={},
-                            mergeable_ranks={token: rank for rank, token in enumerate(order)})
-    longest_first = sorted(added, key=len, reverse=True)
-    runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
-
-    def encode(text):
-        out = []
-        for piece in runs.split(unicodedata.normalize('NFC', text) if normal else text):
-            if piece in added:
-                out.append(added[piece])
-            else:
-                out += [to_id[rank] for rank in bpe.encode_ordinary(piece)]
-        return out
-    token_of = {i: token for token, i in ids.items()}
-    token_of |= {i: content.encode() for content, i in added.items()}
-    n_vocab = 1 + max(*token_of, *special.values())
-    token_bytes = [token_of.get(i, b'') for i in range(n_vocab)]
-    return Tokenizer('neox', encode, token_bytes, special[EOT], 'tokenizer.json', blob, order)
-
-
-def hf_tokenizer(blob, eot):
-    """Any other tokenizer.json, by the package that made it. A special token in a text is read as
-    such, as transformers does. End-of-text, which stands between documents, is what the file puts
-    in front of a text (Llama's <s>). If that is nothing, it is the id `eot`."""
+def hf_tokenizer(blob, eot=None):
+    """Any tokenizer.json, by the package that made it. A special token in a text is read as such,
+    as transformers does. End-of-text, which stands between documents, is what the file puts in
+    front of a text (Llama's <s>); else the id `eot`, or the token of that name (GPT-NeoX)."""
     try:
         from tokenizers import Tokenizer as Package
     except ImportError:
-        raise UserError('this tokenizer.json needs a package: pip install tokenizers') from None
+        raise UserError('a tokenizer.json needs a package: pip install tokenizers') from None
     package = Package.from_str(blob.decode())
-    eot = next(iter(package.encode('').ids), eot)
+    eot = next(iter(package.encode('').ids), package.token_to_id(EOT) if eot is None else eot)
+    if eot is None:
+        raise UserError('this tokenizer.json needs its model: import that with tools.import_hf, '
+                        'then give its folder, --tokenizer out/NAME')
     special = {i for i, token in package.get_added_tokens_decoder().items() if token.special}
-    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(blob)['decoder'])
+    spec = json.loads(blob)
+    is_byte_level = '"ByteLevel"' in json.dumps(spec['decoder'])
     byte = byte_letters()
 
     def raw(i):
@@ -174,28 +139,10 @@ def hf_tokenizer(blob, eot):
     encode = lambda text: package.encode(text, add_special_tokens=False).ids
     whole = lambda text: [text] if text else []          # a space may be added in front of a part
     tokenizer = Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json',
-                          blob, order=[blob], cut=whole)
-    model = json.loads(blob)['model']
+                          blob, cut=whole)
+    model = spec['model']
     tokenizer.unknown = model.get('unk_id', package.token_to_id(model.get('unk_token') or ''))
     return tokenizer
-
-
-def json_tokenizer(blob, eot=None):
-    """A tokenizer.json as the plainest kind that reads it: GPT-2's, NeoX's, or any."""
-    spec = json.loads(blob)
-    pre, normal = spec.get('pre_tokenizer') or {}, spec.get('normalizer') or {}
-    special = [token['content'] for token in spec['added_tokens'] if token['special']]
-    kinds = (spec['model']['type'], pre.get('type'), pre.get('add_prefix_space'),
-             normal.get('type', 'NFC'), EOT in special)
-    if kinds == ('BPE', 'ByteLevel', False, 'NFC', True):
-        tokenizer = neox_tokenizer(blob)
-        *vocab, last = tokenizer.token_bytes
-        ranks = rank_tokenizer(ranks_blob(vocab)) if all(vocab) and not last else tokenizer
-        return ranks if ranks.kind == 'gpt2' else tokenizer
-    if eot is None:
-        raise UserError('a tokenizer.json that is not like GPT-NeoX needs its model: import that '
-                        'with tools.import_hf, then give its folder, --tokenizer out/NAME')
-    return hf_tokenizer(blob, eot)
 
 
 def byte_letters():
@@ -263,9 +210,7 @@ def build_tokenizer(kind, blob=b'', eot=None):
     if kind == 'bytes':
         token_bytes = [bytes([b]) for b in range(256)] + [b'']
         return Tokenizer(kind, lambda text: list(text.encode('utf-8')), token_bytes, 256)
-    if kind == 'hf':
-        return hf_tokenizer(blob, eot)
-    return neox_tokenizer(blob) if kind == 'neox' else rank_tokenizer(blob)
+    return hf_tokenizer(blob, eot) if kind == 'hf' else rank_tokenizer(blob)
 
 
 def choose_tokenizer(name):
@@ -285,12 +230,8 @@ def choose_tokenizer(name):
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, such as data/toy_stories')
-    if path.suffix == '.model':
-        raise UserError(f'{path} is of SentencePiece, which is not read; make a tokenizer.json: '
-                        f'{CONVERT}')
     with reading(path):
-        blob = path.read_bytes()
-        return json_tokenizer(blob) if path.suffix == '.json' else rank_tokenizer(blob)
+        return build_tokenizer('hf' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
 # ---- Their files --------------------------------------------------------------------------------

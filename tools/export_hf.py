@@ -46,7 +46,7 @@ def start_token(name, i):
 
 def tokenizer_json(tokenizer):
     """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
-    if tokenizer.kind in ('neox', 'hf'):
+    if tokenizer.kind == 'hf':
         return json.loads(tokenizer.blob)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: ''.join(letters[byte] for byte in token)
