@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plumbing.cli import reading
 from plumbing.settings import ROOT
-from plumbing.welch import spread, verdict
+from tools.welch import spread, verdict
 
 PUBLISHED = ROOT / 'papers' / 'results'
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
