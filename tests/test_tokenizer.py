@@ -11,9 +11,9 @@ import tiktoken.load
 
 from plumbing import tokenizer as tokenizers
 from plumbing.bpe import train_bpe
+from plumbing.hf import byte_letters, hf_tokenizer
 from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, chunk_tokenizer,
-                                copy_tokenizer, hf_tokenizer, load_tokenizer, rank_tokenizer,
-                                ranks_blob)
+                                copy_tokenizer, load_tokenizer, rank_tokenizer, ranks_blob)
 from prepare import write_data_set
 
 TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
@@ -142,7 +142,7 @@ MERGES = (('h', 'e'), ('t', 'he'), ('Ġ', 'the'), ('Ġ', 'Ġ'))
 def fake_neox(shuffle=False):
     """GPT-NeoX's tokenizer.json in small: NFC, tokens for runs of spaces, ids in any order."""
     pytest.importorskip('tokenizers')
-    tokens = [*tokenizers.byte_letters(), *(a + b for a, b in MERGES)]
+    tokens = [*byte_letters(), *(a + b for a, b in MERGES)]
     ids = list(range(2, 2 + len(tokens)))
     if shuffle:
         random.Random(0).shuffle(ids)

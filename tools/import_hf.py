@@ -25,9 +25,9 @@ import torch
 
 from plumbing.checkpoint import copy_model, write_checkpoint
 from plumbing.cli import Parser, UserError, new_file, reading, run_main, write_json
+from plumbing.hf import byte_letters, hf_tokenizer
 from plumbing.settings import Settings, import_model, make_config
-from plumbing.tokenizer import (EOT, byte_letters, choose_tokenizer, hf_tokenizer, rank_tokenizer,
-                                ranks_blob)
+from plumbing.tokenizer import EOT, choose_tokenizer, rank_tokenizer, ranks_blob
 
 # safetensors' names: as numpy maps the bytes, as torch reads them
 DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),

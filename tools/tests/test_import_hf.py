@@ -12,9 +12,10 @@ import selfmoe
 from plumbing.bins import load_bin
 from plumbing.checkpoint import (build_model, load_checkpoint, read_checkpoint,
                                  write_checkpoint)
+from plumbing.hf import hf_tokenizer
 from plumbing.machine import widen
 from plumbing.settings import Settings
-from plumbing.tokenizer import build_tokenizer, hf_tokenizer, load_meta, load_tokenizer
+from plumbing.tokenizer import build_tokenizer, load_meta, load_tokenizer
 from prepare import write_data_set
 
 transformers = pytest.importorskip('transformers')
