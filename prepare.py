@@ -32,11 +32,12 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.bpe import train_bpe
+from plumbing.chunks import wrap_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
-                                rank_tokenizer, ranks_blob, shared_tokenizer, wrap_tokenizer)
+                                rank_tokenizer, ranks_blob, shared_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 

@@ -11,9 +11,10 @@ import tiktoken.load
 
 from plumbing import tokenizer as tokenizers
 from plumbing.bpe import train_bpe
+from plumbing.chunks import chunk_tokenizer
 from plumbing.hf import byte_letters, hf_tokenizer
-from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, chunk_tokenizer,
-                                copy_tokenizer, load_tokenizer, rank_tokenizer, ranks_blob)
+from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, copy_tokenizer,
+                                load_tokenizer, rank_tokenizer, ranks_blob)
 from prepare import write_data_set
 
 TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
