@@ -112,11 +112,6 @@ def read_arguments():
     return args
 
 
-def end_of_text(ids, start, stop):
-    """Where an imported model ends its text; ours go on with another document."""
-    return next((i for i in range(start, len(ids)) if ids[i] in stop), len(ids))
-
-
 def encode_prompt(prompt, tokenizer):
     if tokenizer.pauses and prompt and '\n' not in prompt:
         prompt += '\n'                           # pauses follow a line
@@ -154,7 +149,9 @@ def main():
         if n > 0:
             print('-' * 40)
         idx = model.generate(prompt, n_new, args.temperature, args.top_k or None)
-        idx = idx[:, :end_of_text(idx[0].tolist(), prompt.size(1), tokenizer.stop)]
+        new = idx[0, prompt.size(1):].tolist()           # an imported model ends its text
+        n_text = next((i for i, token in enumerate(new) if token in tokenizer.stop), len(new))
+        idx = idx[:, :prompt.size(1) + n_text]
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()
