@@ -222,9 +222,8 @@ def make_step(model, optimizer, s, machine, steps):
     if machine.world > 1 and not s.shard:                # replicas that average gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, s, machine)
-    needs_new_tensors = s.stream or s.checkpoint_activations or s.shard
-    if needs_new_tensors or not s.graph or not machine.cuda:
-        return step
+    if s.stream or s.checkpoint_activations or s.shard or not (s.graph and machine.cuda):
+        return step                                      # a graph needs fixed tensors
     from plumbing.graph import CUDAGraphStep
     graph = CUDAGraphStep(step, machine)
     return lambda x, y, carry=(): graph(x, y)            # only a stream has something to carry
