@@ -270,18 +270,15 @@ def show(paradigms, runs, skipped, args):
     if skipped:
         print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: '
               'they are longer than the context')
-    columns = {}
-    shorter = {}                                         # one such column per tokenizer
+    columns, shorter = {}, {}                            # shorter: a column per tokenizer
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
-        label = f'({i})'                                 # a folder's name may be another column's
         results = run['paradigms']
-        columns[label] = {name: r['accuracy'] for name, r in results.items()}
+        columns[f'({i})'] = {name: r['accuracy'] for name, r in results.items()}
         baseline = {name: r['shorter'] for name, r in results.items()}
         shorter.setdefault(run['tokenizer'], (f'shorter({i})', baseline))
-        ties = sum(r['ties'] for r in results.values())
-        close = sum(r['close'] for r in results.values())
-        print(f"{label}  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
+        ties, close = (sum(r[key] for r in results.values()) for key in ('ties', 'close'))
+        print(f"({i})  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
               f"step {run['iter']:,}, {human(run['words'])} words: {run['overall']:.2f}%  "
               f'({ties} other ties, {close} closer than 0.0001)')
     for label, baseline in shorter.values():
