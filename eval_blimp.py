@@ -96,8 +96,7 @@ class Sentences:
         self.scored = np.array([len(ids) - slots - ids[slots:].count(self.pad) for ids in self.ids])
         # The last token is only predicted. The last chunk is read, too: each symbol in it may help
         # to predict the next.
-        unread = 1 if slots == 1 else 0
-        self.width = np.maximum(self.length - unread, slots)     # at least one token
+        self.width = np.maximum(self.length - (slots == 1), slots)       # at least one token
         self.context = math.inf                          # the smallest of the models that read them
 
     def batches(self, budget):
@@ -158,8 +157,7 @@ def score_sentences(model, sentences, budget=1024, device='cpu'):
     scores = np.zeros(len(s.ids))
     for rows in tqdm(list(s.batches(budget)), unit='batch', leave=False, disable=None):
         size = int(s.width[rows[0]]) + 1                 # the first is the widest
-        padding = s.end * size
-        ids = torch.tensor([(s.ids[i] + padding)[:size] for i in rows], device=device)
+        ids = torch.tensor([(s.ids[i] + s.end * size)[:size] for i in rows], device=device)
         t = torch.arange(size, device=device)
         inside = t < torch.tensor(s.length[rows, None], device=device)
         is_target = inside & (t >= s.slots) & (ids != s.pad)
@@ -173,16 +171,15 @@ def evaluate(paradigms, sentences, scores):
     """Per paradigm: accuracy, how often the good sentence has fewer tokens, and the scores."""
     result = {}
     for name, p in paradigms.items():
-        places, good_texts, bad_texts = zip(*p.pairs)
-        good_rows = [sentences.number[text] for text in good_texts]
-        bad_rows = [sentences.number[text] for text in bad_texts]
-        good, bad = scores[good_rows], scores[bad_rows]
-        good_shorter = np.sign(sentences.scored[bad_rows] - sentences.scored[good_rows])
+        places = [place for place, *_ in p.pairs]
+        rows = np.array([[sentences.number[text] for text in pair] for _, *pair in p.pairs])
+        good, bad = scores[rows].T
+        n_good, n_bad = sentences.scored[rows].T
         identical = sum(a == b for _, a, b in p.pairs)
         close = (good != bad) & (abs(good - bad) < 1e-4)     # another batch size may flip these
         result[name] = dict(
             accuracy=100 * float((good >= bad).mean()),
-            shorter=100 * float((good_shorter + 1).mean() / 2),
+            shorter=100 * float((np.sign(n_bad - n_good) + 1).mean() / 2),
             pairs=len(good),
             identical=identical,
             ties=int((good == bad).sum()) - identical,           # between two different sentences
@@ -273,18 +270,15 @@ def show(paradigms, runs, skipped, args):
     if skipped:
         print(f'{skipped:,} of {pairs + skipped:,} pairs are left out: '
               'they are longer than the context')
-    columns = {}
-    shorter = {}                                         # one such column per tokenizer
+    columns, shorter = {}, {}                            # shorter: a column per tokenizer
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
-        label = f'({i})'                                 # a folder's name may be another column's
         results = run['paradigms']
-        columns[label] = {name: r['accuracy'] for name, r in results.items()}
+        columns[f'({i})'] = {name: r['accuracy'] for name, r in results.items()}
         baseline = {name: r['shorter'] for name, r in results.items()}
         shorter.setdefault(run['tokenizer'], (f'shorter({i})', baseline))
-        ties = sum(r['ties'] for r in results.values())
-        close = sum(r['close'] for r in results.values())
-        print(f"{label}  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
+        ties, close = (sum(r[key] for r in results.values()) for key in ('ties', 'close'))
+        print(f"({i})  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
               f"step {run['iter']:,}, {human(run['words'])} words: {run['overall']:.2f}%  "
               f'({ties} other ties, {close} closer than 0.0001)')
     for label, baseline in shorter.values():

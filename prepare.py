@@ -32,11 +32,12 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.bpe import train_bpe
+from plumbing.chunks import wrap_tokenizer
 from plumbing.cli import Parser, UserError, between, run_main
 from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
-                                rank_tokenizer, ranks_blob, shared_tokenizer, wrap_tokenizer)
+                                rank_tokenizer, ranks_blob, shared_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
 
 
@@ -51,13 +52,12 @@ def find_files(inputs):
     for path in map(Path, inputs):
         if re.search(r'\.(tar|tgz|zip)\b', path.name.lower()) and path.is_file():
             raise UserError(f'{path} is an archive: unpack it, and give the folder')
-        paths = [path]
-        if path.is_dir():
-            files = [file for file in path.rglob('*') if re.search(texts, file.name.lower())]
-            hidden = [file for file in files if '/.' in f'/{file.relative_to(path).as_posix()}']
-            paths = sorted({*files} - {*hidden})         # links to folders are not followed
-        paths = [path for path in paths if not path.is_dir()]
-        splits |= {path: split_of(os.path.relpath(path, base)) for path in paths}
+        files = [path]
+        if path.is_dir():                                # links to folders are not followed
+            files = sorted(file for file in path.rglob('*') if re.search(texts, file.name.lower())
+                           and '/.' not in f'/{file.relative_to(path).as_posix()}')
+        splits |= {file: split_of(os.path.relpath(file, base))
+                   for file in files if not file.is_dir()}
     if 'train' not in splits.values():
         return [('train', path) for path in splits]
     return [(split or 'train', path) for path, split in splits.items() if split != 'test']

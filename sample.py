@@ -16,7 +16,6 @@ import torch
 from plumbing.bins import score_batches, val_batches
 from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, reading, run_main
-from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 
 
@@ -113,11 +112,6 @@ def read_arguments():
     return args
 
 
-def end_of_text(ids, start, stop):
-    """Where an imported model ends its text; ours go on with another document."""
-    return next((i for i in range(start, len(ids)) if ids[i] in stop), len(ids))
-
-
 def encode_prompt(prompt, tokenizer):
     if tokenizer.pauses and prompt and '\n' not in prompt:
         prompt += '\n'                           # pauses follow a line
@@ -151,12 +145,13 @@ def main():
         raise UserError('this model has no routers: there is nothing to choose')
 
     torch.manual_seed(args.seed)
-    writer = fast_writer(model, machine)
     for n in range(args.num):
         if n > 0:
             print('-' * 40)
-        idx = writer.generate(prompt, n_new, args.temperature, args.top_k or None)
-        idx = idx[:, :end_of_text(idx[0].tolist(), prompt.size(1), tokenizer.stop)]
+        idx = model.generate(prompt, n_new, args.temperature, args.top_k or None)
+        new = idx[0, prompt.size(1):].tolist()           # an imported model ends its text
+        n_text = next((i for i, token in enumerate(new) if token in tokenizer.stop), len(new))
+        idx = idx[:, :prompt.size(1) + n_text]
         print(tokenizer.show(idx[0].tolist()))
         if args.routes:
             print()

@@ -33,7 +33,7 @@ from plumbing.checkpoint import (build_model, context_limit, copy_model, find_ru
                                  write_checkpoint)
 from plumbing.cli import UserError, caught_signals, human, run_main
 from plumbing.log import Log
-from plumbing.machine import CUDAGraphStep, Machine, widen
+from plumbing.machine import Machine, widen
 from plumbing.report import describe, show_plan, show_sample, show_step, utilisation
 from plumbing.settings import check_vocabulary, make_config, read_settings
 from plumbing.tokenizer import copy_tokenizer, load_meta, shared_tokenizer
@@ -222,9 +222,10 @@ def make_step(model, optimizer, s, machine, steps):
     if machine.world > 1 and not s.shard:                # replicas that average gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, s, machine)
-    if s.stream or s.checkpoint_activations or s.shard:  # a graph needs fixed tensors
-        return step
-    graph = CUDAGraphStep(step, machine, wanted=s.graph)
+    if s.stream or s.checkpoint_activations or s.shard or not (s.graph and machine.cuda):
+        return step                                      # a graph needs fixed tensors
+    from plumbing.graph import CUDAGraphStep
+    graph = CUDAGraphStep(step, machine)
     return lambda x, y, carry=(): graph(x, y)            # only a stream has something to carry
 
 

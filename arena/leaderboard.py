@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plumbing.cli import reading
 from plumbing.settings import ROOT
-from plumbing.welch import SURE, reach, spread, student, verdict
+from tools.welch import SURE, reach, spread, student, verdict
 
 PUBLISHED = ROOT / 'papers' / 'results'
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number

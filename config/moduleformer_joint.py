@@ -11,7 +11,6 @@ data = 'lingo_stories'          # four passes over the new text, a quarter of on
 eval_data = 'toy_stories,toy_lingo'
 
 batch_size = 8
-learning_rate = 1e-3
 schedule = 'constant'
 warmup_iters = 20
 weight_decay = 0.01

@@ -13,7 +13,6 @@ aux_weights = dict(rout_reg=0.25)
 
 epochs = 4
 batch_size = 8
-learning_rate = 1e-3
 schedule = 'constant'
 warmup_iters = 20
 weight_decay = 0.01

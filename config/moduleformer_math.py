@@ -7,7 +7,6 @@ aux_weights = dict(concentration=0.01)      # the paper's 0.001 does little in s
 
 epochs = 3
 batch_size = 8
-learning_rate = 1e-3
 schedule = 'constant'
 warmup_iters = 20
 weight_decay = 0.01

@@ -11,7 +11,6 @@ init_from = 'out/pruned'
 data = 'toy_math'
 
 batch_size = 8
-learning_rate = 1e-3
 schedule = 'constant'
 warmup_iters = 20
 weight_decay = 0.01

@@ -15,8 +15,6 @@ top_k = 2
 dropout = 0.0
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)
 
-epochs = 1
-batch_size = 16
 optimizer = 'muon'              # AdamW needs twice as many tokens for the same loss
 learning_rate = 5e-3
 muon_rate = 4.0

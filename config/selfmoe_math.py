@@ -12,7 +12,6 @@ data = 'toy_math'
 
 epochs = 4
 batch_size = 4
-learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 50
 eval_interval = 250

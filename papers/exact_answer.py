@@ -27,8 +27,6 @@ from papers.common import open_run, run_parser
 from plumbing.bins import load_bin
 from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
-from plumbing.decode import fast_writer
-from plumbing.machine import Machine
 from plumbing.text import read_rows
 from plumbing.tokenizer import load_tokenizer
 
@@ -164,8 +162,7 @@ def main():
     model, ckpt, tokenizer, machine = open_run(args)
     data = args.data or data_folders(ckpt)[0]
     problems = read_problems(data)
-    writer = fast_writer(model, Machine(args.device, 'float32'), args.batch_size)
-    result = exact_answer(writer, tokenizer, problems, args.max_new_tokens, args.batch_size,
+    result = exact_answer(model, tokenizer, problems, args.max_new_tokens, args.batch_size,
                           machine.device)
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "

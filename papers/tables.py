@@ -15,8 +15,8 @@ import sys
 from functools import partial
 
 from arena import leaderboard
-from plumbing import welch
 from plumbing.settings import ROOT
+from tools import welch
 
 RESULTS = ROOT / 'papers' / 'results'
 GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')

@@ -39,8 +39,6 @@ def read_checkpoint(path, mmap=False):
     if not file.is_file():
         runs = sorted(p.parent.as_posix() for p in Path('out').glob('**/ckpt.pt'))
         hint = f"there are {', '.join(runs)}" if runs else 'make one with train.py'
-        if any(Path(ROOT, folder, path, 'ckpt.pt').exists() for folder in ('', 'out')):
-            hint = f'run this in {ROOT}'
         if ',' in str(path):
             hint = 'join runs first: python -m tools.surgery compose out/p1 out/p2 --out out/p1_p2'
         raise UserError(f'there is no checkpoint {file}; {hint}')

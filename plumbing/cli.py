@@ -135,18 +135,6 @@ def new_file(path, mode='w'):
         temporary.unlink(missing_ok=True)
 
 
-def lock(file):
-    """Whether this process may write to an open file: the first one may, until it ends."""
-    try:
-        import fcntl                                     # Windows has none
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except OSError:
-        return False
-    return True
-
-
 def write_json(path, value):
     with new_file(path) as file:
         file.write(json.dumps(value, default=str) + '\n')        # paths may be among the settings

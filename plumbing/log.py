@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from plumbing.cli import UserError, lock, reading
+from plumbing.cli import UserError, reading
 
 
 class Log:
@@ -20,8 +20,13 @@ class Log:
             return
         out.mkdir(parents=True, exist_ok=True)
         self.file = open(out / 'log.jsonl', 'a', encoding='utf-8')
-        if not lock(self.file):
-            raise UserError(f'another run is writing to {out}: set another --out_dir')
+        try:
+            import fcntl                                 # Windows has none
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass
+        except OSError:
+            raise UserError(f'another run is writing to {out}: set another --out_dir') from None
         for old in out.glob('ckpt*.pt') if overwrite else []:
             old.unlink()
         self.file.truncate(min(ckpt['log']['bytes'], self.file.tell()) if ckpt else 0)

@@ -74,12 +74,10 @@ def describe(model, data, steps, s, machine):
 
 def show_sample(model, data, s, machine):
     """A sample of text, and what to do next."""
-    from plumbing.decode import fast_writer              # only now: training does not need it
     model.eval()
     start = torch.tensor([[data.tokenizer.eot]], device=machine.device)
     with machine.autocast():
-        writer = fast_writer(model, machine)
-        ids = writer.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
+        ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
         is_routed = bool(model.routes(start))
     machine.say(f'\nsample\n{data.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
     run = shlex.quote(s.out_dir)

@@ -93,8 +93,7 @@ def read_settings(argv, usage=''):
             if values.get(key) is True and not arg.endswith('.py'):  # --max_iters 300
                 raise UserError(f'a setting is written --{key}={arg}')
             if out_dir:
-                hint = f'write --{arg}' if '=' in arg else 'name one'
-                raise UserError(f'{arg} is a second config: {hint}')
+                raise UserError(f'{arg} is a second config: name one, and write --key=value')
             values |= read_config(arg)
             out_dir = default_out_dir(arg)
     if values.get('init_from') and 'model' not in values:
@@ -276,9 +275,8 @@ def make_config(module, keys):
         return module.Config(**keys)
     except (AssertionError, ValueError) as error:
         raise UserError(f'{module.__name__}: {error}') from None
-    except TypeError as error:                           # from an older checkpoint
-        unknown = [*keys.keys() - {f.name for f in fields(module.Config)}]
-        if not unknown:
+    except TypeError as error:
+        if 'unexpected keyword' not in str(error):       # else from an older checkpoint
             raise
-        raise UserError(f"{module.__name__}: its Config has no {', '.join(unknown)} (any more); a "
-                        "run's folder has the model file that it was trained with") from error
+        raise UserError(f"{module.__name__}: {error}; a run's folder has the model file that it "
+                        'was trained with') from None

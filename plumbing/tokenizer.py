@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import json
 import re
-import unicodedata
 from pathlib import Path
 
 import regex                    # GPT-2's pattern needs \p{L}, which re lacks; tiktoken brings it
@@ -25,11 +24,6 @@ PATTERN = regex.compile(
 # tiktoken's stack overflows in a million spaces. So a text is encoded in parts, cut in front of a
 # space, where a pre-token ends: the ids stay the same. A run without spaces is cut anywhere.
 PARTS = re.compile(r'(?s).{1,65536}(?=(?<=\S)[ \n]|\Z)|.{65536}')
-# A sentence ends after a line, or after . ! ? and closing quotes; spaces in between begin the next.
-SENTENCES = re.compile(r'''(?s).+?(?:\n|[.!?]["'”’)\]]*(?=[^\S\n]+\S)|\Z)''')
-# For models that have SentencePiece's tokenizer.model alone
-CONVERT = ('python -c "from transformers import AutoTokenizer as A; '
-           "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 GPT2_HASH = 'adb7b0cf2e9969045b0547bf35d2c94b13f547e89b02720cba9ab739e076bb13'
 
 
@@ -39,14 +33,13 @@ class Tokenizer:
     """
     encode(text) -> ids; token_bytes[id] -> a token's bytes; `end` follows every document.
     pad: an id that is read but never predicted: it fills up a chunk, or is the pause.
-    order: what else makes the ids, for the hash: neox's merges in their order, all of an hf file.
     cut(text) -> parts that are encoded one by one.
     extra: what else meta.json must say to build the tokenizer again.
     stop: ids with which an imported model ends a text; unknown: the id of <unk>, if there is one.
     """
 
-    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', order=(), end=None,
-                 pad=-1, cut=PARTS.findall, **extra):
+    def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', end=None, pad=-1,
+                 cut=PARTS.findall, **extra):
         self.kind = kind
         self.encode_part = encode_part
         self.cut = cut
@@ -61,7 +54,8 @@ class Tokenizer:
         self.stop, self.unknown = [], None
         self.n_vocab = len(token_bytes)
         self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
-        parts = [kind, eot, extra, [t.hex() for t in token_bytes], [t.hex() for t in order]]
+        file_too = [blob.hex()] if kind == 'hf' else []  # its bytes do not say what merges
+        parts = [kind, eot, extra, [t.hex() for t in token_bytes], file_too]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text):
@@ -112,160 +106,14 @@ def rank_tokenizer(blob):
     return tokenizer
 
 
-def neox_tokenizer(blob):
-    """GPT-NeoX's tokenizer.json: NFC, tokens for runs of spaces, then a byte-level BPE."""
-    spec = json.loads(blob)
-    model = spec['model']
-    normal = spec.get('normalizer') and spec['normalizer']['type']
-    special = {a['content']: a['id'] for a in spec['added_tokens'] if a['special']}
-    added = {a['content']: a['id'] for a in spec['added_tokens'] if not a['special']}
-    byte = byte_letters()
-    raw = lambda token: bytes(byte[letter] for letter in token)
-    ids = {raw(token): i for token, i in model['vocab'].items() if token not in special}
-    merges = [m.split(' ') if isinstance(m, str) else m for m in model['merges']]
-    # tiktoken's ranks are the order of merging; ids need not follow it and are looked up later.
-    single = [token for token in ids if len(token) == 1]
-    order = list(dict.fromkeys(single + [raw(a + b) for a, b in merges]))
-    to_id = [ids[token] for token in order]
-    bpe = tiktoken.Encoding('neox', pat_str=PATTERN.pattern, special_tokens={},
-                            mergeable_ranks={token: rank for rank, token in enumerate(order)})
-    longest_first = sorted(added, key=len, reverse=True)
-    runs = re.compile('(' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
-
-    def encode(text):
-        out = []
-        for piece in runs.split(unicodedata.normalize('NFC', text) if normal else text):
-            if piece in added:
-                out.append(added[piece])
-            else:
-                out += [to_id[rank] for rank in bpe.encode_ordinary(piece)]
-        return out
-    token_of = {i: token for token, i in ids.items()}
-    token_of |= {i: content.encode() for content, i in added.items()}
-    n_vocab = 1 + max(*token_of, *special.values())
-    token_bytes = [token_of.get(i, b'') for i in range(n_vocab)]
-    return Tokenizer('neox', encode, token_bytes, special[EOT], 'tokenizer.json', blob, order)
-
-
-def hf_tokenizer(blob, eot):
-    """Any other tokenizer.json, by the package that made it. A special token in a text is read as
-    such, as transformers does. End-of-text, which stands between documents, is what the file puts
-    in front of a text (Llama's <s>). If that is nothing, it is the id `eot`."""
-    try:
-        from tokenizers import Tokenizer as Package
-    except ImportError:
-        raise UserError('this tokenizer.json needs a package: pip install tokenizers') from None
-    package = Package.from_str(blob.decode())
-    eot = next(iter(package.encode('').ids), eot)
-    special = {i for i, token in package.get_added_tokens_decoder().items() if token.special}
-    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(blob)['decoder'])
-    byte = byte_letters()
-
-    def raw(i):
-        token = package.id_to_token(i) or ''
-        if i in special:
-            return b''
-        if is_byte_level and all(letter in byte for letter in token):
-            return bytes(byte[letter] for letter in token)
-        if re.fullmatch('<0x[0-9A-F]{2}>', token):       # SentencePiece: a byte that is no letter
-            return bytes([int(token[3:5], 16)])
-        return token.replace('\u2581', ' ').encode()     # SentencePiece's space
-    n_vocab = 1 + max(package.get_vocab().values())
-    encode = lambda text: package.encode(text, add_special_tokens=False).ids
-    whole = lambda text: [text] if text else []          # a space may be added in front of a part
-    tokenizer = Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json',
-                          blob, order=[blob], cut=whole)
-    model = json.loads(blob)['model']
-    tokenizer.unknown = model.get('unk_id', package.token_to_id(model.get('unk_token') or ''))
-    return tokenizer
-
-
-def json_tokenizer(blob, eot=None):
-    """A tokenizer.json as the plainest kind that reads it: GPT-2's, NeoX's, or any."""
-    spec = json.loads(blob)
-    pre, normal = spec.get('pre_tokenizer') or {}, spec.get('normalizer') or {}
-    special = [token['content'] for token in spec['added_tokens'] if token['special']]
-    kinds = (spec['model']['type'], pre.get('type'), pre.get('add_prefix_space'),
-             normal.get('type', 'NFC'), EOT in special)
-    if kinds == ('BPE', 'ByteLevel', False, 'NFC', True):
-        tokenizer = neox_tokenizer(blob)
-        *vocab, last = tokenizer.token_bytes
-        ranks = rank_tokenizer(ranks_blob(vocab)) if all(vocab) and not last else tokenizer
-        return ranks if ranks.kind == 'gpt2' else tokenizer
-    if eot is None:
-        raise UserError('a tokenizer.json that is not like GPT-NeoX needs its model: import that '
-                        'with tools.import_hf, then give its folder, --tokenizer out/NAME')
-    return hf_tokenizer(blob, eot)
-
-
-def byte_letters():
-    """tokenizer.json writes bytes as letters: what prints as itself, the rest from 256 on."""
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted({*range(256)} - {*prints})
-    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def in_slots(symbols, limit, end_of_chunk):
-    """Symbols as a chunk of limit + 1 slots: they, end-of-chunk, padding; more than `limit` as
-    several chunks. The ids of end-of-chunk, end-of-text and padding follow each other."""
-    slots = []
-    for i in range(0, len(symbols), limit):
-        part = symbols[i:i + limit]
-        slots += [*part, end_of_chunk] + [end_of_chunk + 2] * (limit - len(part))
-    return slots
-
-
-def chunk_tokenizer(base, byte_limit):
-    """The byte-level model's symbols: 0-255 bytes, 256 end-of-chunk, 257 end-of-text, 258 padding.
-    Every token of `base` becomes a chunk of byte_limit + 1 slots, a longer token several chunks."""
-    table = [in_slots(token, byte_limit, 256) for token in base.token_bytes]
-    encode = lambda text: [symbol for token in base.encode(text) for symbol in table[token]]
-    symbol_bytes = [bytes([b]) for b in range(256)] + [b''] * 3
-    return Tokenizer('chunks', encode, symbol_bytes, 257, base.file, base.blob,
-                     end=[257] + [258] * byte_limit, pad=258,
-                     base=base.kind, base_hash=base.hash, byte_limit=byte_limit)
-
-
-def sentence_tokenizer(base, token_limit):
-    """The same one level up, for next thoughts: a chunk is a sentence of up to token_limit tokens.
-    The ids of `base` stay as they are; end-of-chunk, end-of-text and padding follow."""
-    end_of_chunk, eot, pad = range(base.n_vocab, base.n_vocab + 3)
-
-    def encode(text):
-        sentences = map(base.encode, SENTENCES.findall(text))
-        return [symbol for ids in sentences for symbol in in_slots(ids, token_limit, end_of_chunk)]
-    return Tokenizer('sentences', encode, base.token_bytes + [b''] * 3, eot, base.file, base.blob,
-                     end=[eot] + [pad] * token_limit, pad=pad,
-                     base=base.kind, base_hash=base.hash, token_limit=token_limit)
-
-
-def pause_tokenizer(base, pauses):
-    """`base` and a token to think at, the pause: `pauses` of them follow a text's first line."""
-    return Tokenizer('pauses', base.encode_part, base.token_bytes + [b''], base.eot,
-                     base.file, base.blob, pad=base.n_vocab,
-                     base=base.kind, base_hash=base.hash, pauses=pauses)
-
-
-# Tokenizers made from another one and a number: how, and that number's name in meta.json
-WRAPPERS = dict(
-    chunks=(chunk_tokenizer, 'byte_limit'),
-    sentences=(sentence_tokenizer, 'token_limit'),
-    pauses=(pause_tokenizer, 'pauses'))
-
-
-def wrap_tokenizer(base, kind, number):
-    if base.kind in WRAPPERS or base.kind == 'hf':
-        raise UserError(f'--{kind} needs a tokenizer of plain tokens, not one of {base.kind}')
-    return WRAPPERS[kind][0](base, number)
-
-
 def build_tokenizer(kind, blob=b'', eot=None):
     if kind == 'bytes':
         token_bytes = [bytes([b]) for b in range(256)] + [b'']
         return Tokenizer(kind, lambda text: list(text.encode('utf-8')), token_bytes, 256)
     if kind == 'hf':
+        from plumbing.hf import hf_tokenizer             # few runs need it
         return hf_tokenizer(blob, eot)
-    return neox_tokenizer(blob) if kind == 'neox' else rank_tokenizer(blob)
+    return rank_tokenizer(blob)
 
 
 def choose_tokenizer(name):
@@ -285,12 +133,8 @@ def choose_tokenizer(name):
     if not path.is_file():
         raise UserError(f'--tokenizer {name}: it may be gpt2, bytes, a .tiktoken file, '
                         'a tokenizer.json or a data set, such as data/toy_stories')
-    if path.suffix == '.model':
-        raise UserError(f'{path} is of SentencePiece, which is not read; make a tokenizer.json: '
-                        f'{CONVERT}')
     with reading(path):
-        blob = path.read_bytes()
-        return json_tokenizer(blob) if path.suffix == '.json' else rank_tokenizer(blob)
+        return build_tokenizer('hf' if path.suffix == '.json' else 'bpe', path.read_bytes())
 
 
 # ---- Their files --------------------------------------------------------------------------------
@@ -317,7 +161,8 @@ def load_tokenizer(folder):
         path = Path(folder) / (spec['file'] or 'meta.json')
     with reading(path):
         tokenizer = build_tokenizer(spec.get('base', kind), path.read_bytes(), spec['eot'])
-        if kind in WRAPPERS:
+        if 'base' in spec:
+            from plumbing.chunks import WRAPPERS, wrap_tokenizer
             tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])
         if tokenizer.hash != spec['hash']:
             raise UserError(f'{path} is not the tokenizer that meta.json describes')

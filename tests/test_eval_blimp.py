@@ -11,8 +11,9 @@ import eval_blimp
 import test_contract
 from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_sentences
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
+from plumbing.chunks import chunk_tokenizer
 from plumbing.cli import UserError
-from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
+from plumbing.tokenizer import choose_tokenizer
 
 BYTES = choose_tokenizer('bytes')
 EOT = BYTES.eot

@@ -4,6 +4,7 @@ is close, grouped products and padded logits are exact."""
 import functools
 import importlib.util
 import json
+import math
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ import stlm_depth
 import train
 from plumbing import rows
 from plumbing.compile import compile_model
-from plumbing.decode import fast_writer
-from plumbing.machine import CUDAGraphStep, Machine
+from plumbing.graph import CUDAGraphStep
+from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.shard import shard
 
@@ -66,7 +67,9 @@ def take_steps(name, n, machine, change=lambda model: model, graph=True, **setti
     optimizer = train.make_optimizer(model, s, machine)
     torch.manual_seed(1)                                 # of dropout and Gumbel noise
     plain_step = functools.partial(train.train_step, trained, optimizer, s, machine)
-    step = CUDAGraphStep(plain_step, machine, graph)
+    step = CUDAGraphStep(plain_step, machine)
+    if not graph:
+        step.plain_calls = math.inf
     losses = []
     for it in range(n):
         train.set_rate(optimizer, 1e-2 / (1 + it))
@@ -121,30 +124,13 @@ def test_one_graph_for_every_shape():
             loss.backward()
             optimizer.step()
             return loss
-        graph = CUDAGraphStep(step, machine, wanted)
+        graph = CUDAGraphStep(step, machine)
+        if not wanted:
+            graph.plain_calls = math.inf
         losses = [graph(torch.randn(3 + it % 3, 8, device='cuda')).item() for it in range(24)]
         assert len(graph.calls) == 3 and len(graph.graphs) == 3 * wanted
         results.append([*losses, *linear.weight.detach().flatten().tolist()])
     assert results[0] == pytest.approx(results[1], abs=1e-4)
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'papaformer', 'selfmoe', *EXPERTS])
-def test_text_by_a_graph(name):
-    """In float32 the tokens of generate(). Routed experts have no graph there: in bfloat16, the
-    logits of a plain pass."""
-    machine = Machine('cuda', 'bfloat16' if name in EXPERTS else 'float32')
-    model = make(name, block_size=90).eval()
-    writer = fast_writer(model, machine, rows=3)
-    prompt = torch.randint(100, (3, 7), device='cuda')
-    if name not in EXPERTS:
-        ids = writer.generate(prompt, 100, temperature=0)
-        assert torch.equal(ids, model.generate(prompt, 100, temperature=0))
-        return
-    with torch.no_grad(), machine.autocast():
-        expected = model(prompt)[0][:, -1].float()
-        for _ in range(3):                               # plain, recorded, replayed
-            logits = writer(prompt, cache=[])[0][:, -1].float()
-            assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 class Waits(torch.nn.Module):

@@ -14,7 +14,7 @@ import stlm
 from oracles import attention, compare, rms, swiglu
 from plumbing.bins import val_batches
 from plumbing.bpe import train_bpe
-from plumbing.tokenizer import SENTENCES
+from plumbing.chunks import SENTENCES, chunk_tokenizer, sentence_tokenizer
 from stlm import STLM, STLMConfig
 from test_contract import assert_one_graph, compile_and_record, pair
 
@@ -199,9 +199,9 @@ def test_nothing_is_lost(kind, limit):
     many as it may; then its end and padding. The model gives each symbol a probability."""
     for base in bases():
         if kind == 'chunks':
-            tokenizer, V = tokenizers.chunk_tokenizer(base, limit), 259
+            tokenizer, V = chunk_tokenizer(base, limit), 259
         else:
-            tokenizer, V = tokenizers.sentence_tokenizer(base, limit), base.n_vocab + 3
+            tokenizer, V = sentence_tokenizer(base, limit), base.n_vocab + 3
         assert tokenizer.n_vocab == V and tokenizer.end == [V - 2] + [V - 1] * limit
         symbols = list(tokenizer.end)
         for doc in texts():

@@ -5,7 +5,8 @@ import pytest
 
 import stlm
 from plumbing.bins import load_bin
-from plumbing.tokenizer import SENTENCES, load_tokenizer, pause_tokenizer
+from plumbing.chunks import SENTENCES, pause_tokenizer
+from plumbing.tokenizer import load_tokenizer
 from prepare import write_data_set
 from test_stlm import bases, texts
 

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
-from plumbing.decode import fast_writer
 from plumbing.machine import Machine
 from plumbing.settings import Settings, import_model, make_config, read_settings
 from tools.flops import training_flops
@@ -162,13 +161,11 @@ def training(model, s, T, machine):
 
 @torch.no_grad()
 def generation(model, rows, n, machine):
-    """n greedy tokens, as sample.py writes them (plumbing/decode.py) and by model.generate."""
+    """n greedy tokens."""
     start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
-    writer = fast_writer(model, machine, rows)
     with machine.autocast():
-        fast = seconds(lambda: writer.generate(start, n, temperature=0), machine, repeat=3)
-        plain = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
-    return dict(tokens_per_s=rows * n / fast, plain=rows * n / plain, ms=1e3 * fast / n)
+        took = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
+    return dict(tokens_per_s=rows * n / took, ms=1e3 * took / n)
 
 
 def measure(row, args, machine, rate):
@@ -196,9 +193,8 @@ def measure(row, args, machine, rate):
 def show(row):
     rate = row['tokens_per_s']
     gib = '-' if row['gib'] is None else f"{row['gib']:.2f}"
-    plain = f"{row['plain']:10,.0f}{rate / row['plain']:7.1f}" if 'plain' in row else ''
     print(f"{row['name']:30}{row['rows']:6} x {row['T']:<4}{human(row['total']):>11}"
-          f"{human(row['active']):>10}{rate:11,.0f}{plain}{row['ms']:10.2f}{gib:>8}"
+          f"{human(row['active']):>10}{rate:11,.0f}{row['ms']:10.2f}{gib:>8}"
           f"{row['flops_per_token'] * rate / 1e12:10.4g}{100 * row['share']:6.1f}%", flush=True)
 
 
@@ -222,11 +218,10 @@ def main():
     planned = list(plan_rows(args, extra))
     machine = Machine(planned[0].s.device, planned[0].s.dtype)
     rate = machine.matrix_rate
-    plain = '  generate  ratio' if args.generate else ''
     device = torch.cuda.get_device_name() if machine.cuda else machine.device.type
     print(f'{machine.device}, {machine.dtype}: {rate / 1e12:.4g} TFLOP/s in a large matrix product'
           f'; a vocabulary of {args.vocab_size:,} where a config names none')
-    print(f"{'model':30}   batch x T  parameters    active   tokens/s{plain}"
+    print(f"{'model':30}   batch x T  parameters    active   tokens/s"
           '        ms     GiB   TFLOP/s  share', flush=True)
     rows = []
     for row in planned:

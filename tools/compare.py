@@ -24,7 +24,7 @@ from pathlib import Path
 
 from plumbing.cli import Parser, UserError, human, new_file, reading, run_main
 from plumbing.log import read_log
-from plumbing.welch import interval, spread, verdict
+from tools.welch import interval, spread, verdict
 
 POINTS, ROUTE_POINTS = 1000, 200        # at most, of a curve and of a stacked area
 UNUSED = 0.01                           # a choice with a smaller share of its layer's picks

@@ -21,8 +21,9 @@ import torch
 
 from plumbing.checkpoint import context_limit, load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, run_main
+from plumbing.hf import byte_letters
 from plumbing.settings import ROOT, import_model, model_sources
-from plumbing.tokenizer import EOT, PATTERN, byte_letters, load_meta
+from plumbing.tokenizer import EOT, PATTERN, load_meta
 from tools.import_hf import (FAMILIES, GPT2_SETTINGS, LLAMA_SETTINGS, MIXTRAL, SCALING, WINDOWS,
                              gpt2_names, llama_names)
 from tools.lora import merge_lora
@@ -46,7 +47,7 @@ def start_token(name, i):
 
 def tokenizer_json(tokenizer):
     """The same tokenizer in Hugging Face's form: ids by letters that stand for bytes."""
-    if tokenizer.kind in ('neox', 'hf'):
+    if tokenizer.kind == 'hf':
         return json.loads(tokenizer.blob)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: ''.join(letters[byte] for byte in token)

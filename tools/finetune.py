@@ -30,7 +30,8 @@ from tqdm import tqdm
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import (Parser, UserError, between, human, numbers, reading, run_main,
                           write_json)
-from plumbing.machine import CUDAGraphStep, Machine
+from plumbing.graph import CUDAGraphStep
+from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.text import read_lines
 from prepare import make_missing_toys

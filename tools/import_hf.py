@@ -25,14 +25,18 @@ import torch
 
 from plumbing.checkpoint import copy_model, write_checkpoint
 from plumbing.cli import Parser, UserError, new_file, reading, run_main, write_json
+from plumbing.hf import byte_letters, hf_tokenizer
 from plumbing.settings import Settings, import_model, make_config
-from plumbing.tokenizer import CONVERT, choose_tokenizer, json_tokenizer
+from plumbing.tokenizer import EOT, choose_tokenizer, rank_tokenizer, ranks_blob
 
 # safetensors' names: as numpy maps the bytes, as torch reads them
 DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
               BF16=('int16', torch.bfloat16))
 # What is downloaded: not Mistral's consolidated.safetensors, for instance
 FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
+# For models that have SentencePiece's tokenizer.model alone
+CONVERT = ('python -c "from transformers import AutoTokenizer as A; '
+           "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 # Masks and tables that old files hold and no model needs
 BUFFERS = r'(\battn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
@@ -335,9 +339,20 @@ def read_tokenizer(folder, n_vocab):
             folder / 'generation_config.json', folder / 'config.json') if file.is_file()]
         stop = next((end for end in ends if end is not None), [])
         stop = stop if isinstance(stop, list) else [stop]
-        tokenizer = json_tokenizer(blob, *stop[:1])
+        tokenizer = gpt2_tokenizer(spec['model']) or hf_tokenizer(blob, *stop[:1])
         tokenizer.stop = [i for i in stop if i < tokenizer.n_vocab]
         return tokenizer
+
+
+def gpt2_tokenizer(spec):
+    """GPT-2's own, which then needs no package; None if the file holds another one."""
+    byte = byte_letters()
+    vocab = spec['vocab'] if spec['type'] == 'BPE' else {}
+    tokens = sorted({*vocab} - {EOT}, key=vocab.get)
+    if len(tokens) != 50256 or not {*''.join(tokens)} <= byte.keys():
+        return None
+    ranks = rank_tokenizer(ranks_blob([bytes(map(byte.get, token)) for token in tokens]))
+    return ranks if ranks.kind == 'gpt2' else None
 
 
 def read_licence(folder):

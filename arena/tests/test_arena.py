@@ -21,8 +21,8 @@ from plumbing.checkpoint import read_checkpoint
 from plumbing.cli import UserError
 from plumbing.log import read_log
 from plumbing.settings import import_model, read_settings
-from plumbing.welch import interval, student, welch
 from tools.flops import training_flops
+from tools.welch import interval, student, welch
 
 TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1, n_embd=8,
             n_parallel=0, dropout=0.0, max_iters=6, batch_size=2, learning_rate=1e-2,

@@ -86,5 +86,4 @@ def test_nanogpt(measured, tmp_path):
 def test_generation(measured):
     result = measured('config/moduleformer.py', '--generate=6', '--vocab_size=64')
     row, = result['rows']
-    assert row['T'] == 7 and row['plain'] == row['tokens_per_s'] == 12
-    assert 'generate  ratio' in result['printed']
+    assert row['T'] == 7 and row['tokens_per_s'] == 12

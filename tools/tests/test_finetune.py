@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import test_contract
+from plumbing.chunks import chunk_tokenizer
 from plumbing.machine import Machine
 from plumbing.settings import Settings
-from plumbing.tokenizer import choose_tokenizer, chunk_tokenizer
+from plumbing.tokenizer import choose_tokenizer
 from tools import finetune
 from tools.finetune import (METRICS, TASKS, Classifier, Examples, encode, find_files, majority,
                             predict, read_examples, shorten)

@@ -18,7 +18,6 @@ stride = 128                    # from here on the same as small.py
 epoch_words = 10e6
 epochs = 4
 batch_size = 32
-learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 400
 weight_decay = 0.01

@@ -22,7 +22,6 @@ stride = 128                    # as in config/paper/moep.py
 epoch_words = 10e6
 epochs = 4                      # 60M tokens
 batch_size = 32
-learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 400
 weight_decay = 0.01             # as in the paper

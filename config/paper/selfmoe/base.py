@@ -15,7 +15,5 @@ n_embd = 256
 gate = 'none'
 
 epochs = 4
-batch_size = 16
-learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 100

@@ -18,10 +18,8 @@ n_head = 4
 n_kv_head = 2
 n_embd = 160
 ffn_hidden = 432
-dropout = 0.1
 
 epochs = 8                      # of 185,000 sentences
 batch_size = 24
-learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 100

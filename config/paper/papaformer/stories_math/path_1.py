@@ -3,6 +3,13 @@
     python prepare.py tinystories --name tinystories_neox --tokenizer 20B_tokenizer.json
     python prepare.py mix --name tinystories_60 --input data/tinystories_neox:0:0.6
     python train.py config/paper/papaformer/stories_math/path_1.py
+
+Path_2, 60% of the math problems (the paper: 60% of 20% of OpenMathInstruct-1):
+
+    python prepare.py openmath --name openmath_neox --tokenizer 20B_tokenizer.json
+    python prepare.py mix --name openmath_60 --input data/openmath_neox:0:0.6
+    python train.py config/paper/papaformer/stories_math/path_1.py --data=openmath_60 \\
+        --out_dir=out/paper/papaformer/stories_math/path_2
 """
 model = 'papaformer'
 data = 'tinystories_60'

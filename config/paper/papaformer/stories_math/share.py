@@ -1,7 +1,7 @@
 """Parallel_Share_Linear of Table 7, second phase: Path_1 and Path_2 composed, then trained on the
 other 40% of both data sets.
 
-After path_1.py and path_2.py:
+After both paths of path_1.py:
 
     python prepare.py mix --name neox_40 \\
         --input data/tinystories_neox:0.6:1 data/openmath_neox:0.6:1
