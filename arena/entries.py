@@ -71,6 +71,11 @@ TOY = dict(
     loop_routed=loop | dict(n_expert=24, top_k=4, aux_weights=dict(balance=0.01),
                             learning_rate=4e-3),
 
+    depth_routing=dense | muon | dict(model='arena.depth_routing', group=1),
+    depth_routing_shared=shared | dict(model='arena.depth_routing', group=1),
+    threshold=shared | dict(model='arena.threshold', aux_weights={}),
+    table=dense | muon | dict(model='arena.table', n_value=2, n_bigram=672),
+
     moep=moep,
 
     papaformer_share=papaformer,
@@ -163,6 +168,11 @@ BABY = dict(
 
     loop=loop,
     loop_routed=loop | dict(n_expert=64, top_k=8, aux_weights=dict(balance=0.01)),
+
+    depth_routing=dense | muon | dict(model='arena.depth_routing'),
+    depth_routing_shared=shared | dict(model='arena.depth_routing'),
+    threshold=shared | dict(model='arena.threshold', aux_weights={}),
+    table=dense | muon | dict(model='arena.table', n_value=2, n_bigram=22624),
 
     moep=moep,
     moep_flops=moep | dict(n_parallel=13),

@@ -93,12 +93,17 @@ def find_routers(model):
     return {name: part for name, part in model.named_modules() if isinstance(part, kind)}
 
 
+def most_choices(config, n_choices):
+    """That a token may take: top_k, if the config has no field `most`."""
+    return getattr(config, 'most', getattr(config, 'top_k', n_choices))
+
+
 def check_outputs(model, router, args, out):
     """A forward hook: says what a router returns wrong, before the model fails over it."""
     name = type(router).__name__
     parts = out if isinstance(out, tuple) else [out]
     kinds = [tuple(part.shape) if torch.is_tensor(part) else type(part).__name__ for part in parts]
-    N, K = len(args[0]), getattr(model.config, 'top_k', router.n_choices)
+    N, K = len(args[0]), most_choices(model.config, router.n_choices)
     assert kinds in ([(N, n), (N, n), 'dict'] for n in (K, K + 1)), (
         f'{name}.forward returned {kinds}; it must return gates and choices, both (N, top_k) = '
         f'{(N, K)} or one more, and a dict of losses (docs/routers.md)')
@@ -226,7 +231,7 @@ def routes(module, model, x, y):
                 f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if they '
                 'may, set gates_sum_to_1 = False')
             taken = (gate != 0).sum(-1).float()
-            K = getattr(model.config, 'top_k', gate.size(-1))
+            K = most_choices(model.config, gate.size(-1))
             assert taken.max() <= K + 1, (
                 f'{name}: in {mode} a token takes {taken.max():.0f} choices: no more than top_k = '
                 f'{K}, and one that all tokens take')
