@@ -4,12 +4,11 @@ Tables instead of a router: dense.py with more parameters, which are looked up, 
     values of attention in the last n_value blocks:  v_t = V norm(x_t) + A[id_t]
     the embedding:  norm(W[id_t] + B[hash(id_{t-1}, id_t)])           B has n_bigram rows
 
-Experts add parameters of which a token reads a few, and so does a table, but here the last two ids
-say which: no router learns it. A routed model with as many parameters should beat this one. The
-tables start at zero, and they cost no arithmetic.
+A token reads a few of a table's parameters, as it does of experts', but its last two ids say which.
+A routed model with as many parameters should beat that. Tables start at 0, and cost no arithmetic.
 
-Value embeddings and hashed bigrams: modded-nanogpt (Jordan et al. 2024). Cheng et al. 2026,
-"Conditional Memory via Scalable Lookup" (Engram), has bigrams and trigrams, with a gate.
+Both tables: modded-nanogpt (Jordan et al. 2024). Trigrams, too, with a gate: Cheng et al. 2026,
+"Conditional Memory via Scalable Lookup" (Engram, arXiv 2601.07372).
 """
 
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from arena.dense import Dense, DenseConfig
 @dataclass
 class TableConfig(DenseConfig):
     n_value: int = 2                  # blocks, the last ones, whose values have a table
-    n_bigram: int = 4096              # rows of the table of bigrams; with 1, they have none
+    n_bigram: int = 4096              # rows of the table of bigrams; at least 1
 
     def __post_init__(self):
         super().__post_init__()
-        assert self.n_value <= self.n_layer and self.n_bigram > 0, \
-            'n_value must be at most n_layer, and n_bigram at least 1'
+        assert self.n_value <= self.n_layer, 'n_value must be at most n_layer'
 
 
 class Lookup(nn.Module):
@@ -47,10 +45,9 @@ class Lookup(nn.Module):
 class Table(Dense):
     def __init__(self, config):
         super().__init__(config)
-        c = config
-        for block in self.blocks[c.n_layer - c.n_value:]:
-            block.v = Lookup(block.v, c.vocab_size, c.n_embd)
-        self.wte = Lookup(self.wte, c.n_bigram, c.n_embd)
+        for block in self.blocks[config.n_layer - config.n_value:]:
+            block.v = Lookup(block.v, config.vocab_size, config.n_embd)
+        self.wte = Lookup(self.wte, config.n_bigram, config.n_embd)
 
     def features(self, idx, cache=None):
         c = self.config
