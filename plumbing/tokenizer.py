@@ -145,6 +145,7 @@ def load_meta(folder):
     if not path.exists():
         name = path.parent.name
         command = f'{name}, if it knows it, or: python prepare.py text --name {name} --input FILES'
+        command = 'toy' if name.startswith('toy_') else command
         near = difflib.get_close_matches(name, [p.name for p in path.parent.parent.glob('*')], 1)
         hint = f'did you mean {near[0]}?' if near else f'make it with: python prepare.py {command}'
         raise UserError(f'there is no data set {path.parent}; {hint}')
