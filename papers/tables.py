@@ -85,13 +85,11 @@ def blimp(seeds):
     return spread([curve[-1][1] for curve in curves if curve], 1)
 
 
-def loss_at(step):
-    """A column: the validation loss, and the number of seeds that got so far"""
-    def cell(seeds):
-        losses = [evaluation['val']['babylm']['loss'] for run in seeds
-                  for evaluation in run['evaluations'] if evaluation['iter'] == step]
-        return f'{spread(losses, 3)} ({len(losses)})'
-    return cell
+def loss_at(step, seeds):
+    """The validation loss, and the number of seeds that got so far"""
+    losses = [evaluation['val']['babylm']['loss'] for run in seeds
+              for evaluation in run['evaluations'] if evaluation['iter'] == step]
+    return f'{spread(losses, 3)} ({len(losses)})'
 
 
 def flops(seeds):
@@ -118,7 +116,7 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'val loss': val,
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
-    **{f'val loss at step {step:,}': loss_at(step) for step in (6000, 16000, 18303)},
+    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (6000, 16000, 18303)},
     'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
     'bits per byte, lowest': lowest_bits,
     'at the end': lambda seeds: val(seeds, 'bits_per_byte'),
