@@ -47,8 +47,8 @@ def find_entries(names, track):
     for name in names or ENTRIES[track]:
         if name not in ENTRIES[track]:
             near = difflib.get_close_matches(name, ENTRIES[track], 1)
-            hint = f'did you mean {near[0]}?' if near else \
-                f"add {name}=moep | dict(model='arena.{name}'),"
+            line = f"{name}=moep | dict(model='arena.{name}'),"
+            hint = f'did you mean {near[0]}?' if near else f'add {line}'
             raise UserError(f'arena/entries.py has no {name} on the track {track}; {hint}')
         entry = ENTRIES[track][name]
         entries[name] = entry if isinstance(entry, list) else [entry]
@@ -139,8 +139,8 @@ def call(script, *args):
 
 
 def make_row(run, stages, identity, rows, track):
-    """Train and score an entry. A run is dict(entry, seed) in a race, with a setting in a sweep, and
-    with a budget in the class of minutes; only a race scores pairs. rows: those that there are."""
+    """Train and score an entry. A run is dict(entry, seed) in a race; a sweep adds a setting, the
+    class of minutes a budget. Only a race scores pairs. rows: those that there are."""
     name, seed = run['entry'], run['seed']
     folder = f'{name}_{seed}'
     if 'setting' in run:
@@ -152,7 +152,7 @@ def make_row(run, stages, identity, rows, track):
         run = run | dict(time=times[0] if times else relative_time(name, stages, track))
         folder = f"minutes/{name}_{run['budget']}_{seed}"
         key = 'max_iters' if 'max_iters' in stages[0] else 'epochs'
-        length = stages[0][key] * run['budget'] / run['time']
+        length = stages[0][key] * (run['budget'] / run['time'])
         stages = [stages[0] | {key: round(length) if key == 'max_iters' else length}]
     out = Path('out/arena', track, folder)
     begun = out / 'entry.json'

@@ -162,8 +162,8 @@ def make_cells(about, last, steps, evals, aux):
 
 
 def group_seeds(runs):
-    """The columns of the table: a run, or runs that differ in nothing but the seed, be it in the name
-    of their start. A seed that comes again is in a column of its own."""
+    """The columns of the table: a run, or runs that differ in nothing but the seed, also where it
+    ends the name of their start. A seed that comes again is in a column of its own."""
     groups, seen = {}, Counter()
     for run in runs:
         settings = dict(run['cells'][DIFFER], commit=None)

@@ -230,8 +230,9 @@ def model_card(model, ckpt, architecture):
             f"`{ckpt['settings']['data']}`."
     if not architecture:
         code = ', trust_remote_code=True'
-        files = f"\n`{ckpt['model'].removeprefix('arena.')}.py` is the model, in one file that you " \
-            'can read. `modeling_nanopaths.py` is a thin wrapper.\nBoth files are MIT.\n'
+        file = ckpt['model'].removeprefix('arena.')
+        files = f'\n`{file}.py` is the model, in one file that you can read. ' \
+            '`modeling_nanopaths.py` is a thin wrapper.\nBoth files are MIT.\n'
     return (ROOT / 'tools/model_card.md').read_text(encoding='utf-8').format(
         title=Path(ckpt['folder']).name, summary=f'A {architecture}.' if architecture else summary,
         base='\n'.join(f'{key}: {v}' for key, v in (base or dict(license='mit')).items()),

@@ -75,14 +75,14 @@ def read_tensors(folder):
     tensors = {}
     for path in find_shards(folder):
         with reading(path):
-            if path.open('rb').read(7) == b'version':
+            if path.stat().st_size < 1000 and path.read_bytes().startswith(b'version'):
                 raise UserError(f'{path} is a pointer of git-lfs: get the weights: git lfs pull')
             for name, tensor in load_file(path).items():
                 if not re.search(BUFFERS, name):
                     tensors[re.sub(r'^(transformer|model)\.', '', name)] = tensor
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UserError(f'{name} is {tensor.dtype}; only float32, float16 and bfloat16 are read')
+            raise UserError(f'{name} is {tensor.dtype}, not float32, float16 or bfloat16')
     return tensors
 
 
