@@ -150,11 +150,15 @@ RUNS = dict(                     # {table: (file, start of the runs' names, head
                        'training loss, mean of ten of the last 300 steps'))
 
 
-def table(header, kinds):
-    """kinds: {run: its seeds}. The first cell is the `name` in their rows."""
+def named(kinds):
+    """The `name` in its rows, and the seeds of each run"""
+    return [(seeds[0].get('name', kind), seeds) for kind, seeds in kinds.items()]
+
+
+def table(header, groups):
+    """groups: (first cell, the seeds of a run)"""
     yield header
-    for kind, seeds in kinds.items():
-        name = seeds[0].get('name', kind)
+    for name, seeds in groups:
         yield join(name, *(COLUMNS[column](seeds) for column in header.split(' | ')[1:]))
 
 
@@ -177,21 +181,18 @@ def headline():
 
 def moep():
     return table('model and balance loss | seeds | val loss | BLiMP | unused choices, of 48',
-                 finished())
+                 named(finished()))
 
 
 def moep_controls():
     kinds = runs('moep_controls') | runs('moep')
-    names = {
-        'none: GPT-2': 'gpt2',
-        'one block of full width, no router': 'single',
-        '4 of 4 narrow blocks': 'top4',
-        '2 of 4 narrow blocks: MoEP': 'moep',
-        'the same, a window every 384 tokens': 'stride384'}
+    groups = [('none: GPT-2', kinds['gpt2']),
+              ('one block of full width, no router', kinds['single']),
+              ('4 of 4 narrow blocks', kinds['top4']),
+              ('2 of 4 narrow blocks: MoEP', kinds['moep']),
+              ('the same, a window every 384 tokens', kinds['stride384'])]
     return table('parallel layers | parameters, active | val loss at step 6,000 | '
-                 'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness`',
-                 {name: [seed | dict(name=name) for seed in kinds[kind]]
-                  for name, kind in names.items()})
+                 'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness`', groups)
 
 
 PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG, reading
@@ -405,7 +406,7 @@ def lines_of(name):
         return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
-        return table(header, runs(file, prefix))
+        return table(header, named(runs(file, prefix)))
     if name in globals():
         return globals()[name]()
     rows = read(name)
