@@ -60,15 +60,14 @@ def check_rules(name, stages, track):
     """What stages make, and the tokens of epochs, are only known after training."""
     rules = TRACKS[track]
     for stage in filter(is_training, stages):
-        s, module, keys = read_settings(options(stage))
+        s, *_ = read_settings(options(stage))
         if stage.get('data', s.data) != rules['data'] or s.eval_data or s.eval_tokens:
             raise UserError(f"{name}: the track {track} reads {rules['data']}, and is scored on it")
     if len(stages) > 1:
         return
     with torch.device('meta'):
-        model = module.Model(make_config(module, dict(vocab_size=rules['vocab_size']) | keys))
+        model, s, window = build(stages[0], track)
     total, active = model.count_params()
-    window = s.seq_len or model.config.block_size
     costs = dict(parameters=total, flops_per_token=training_flops(model.config, active, window))
     if s.max_iters:
         costs['tokens'] = s.max_iters * s.batch_size * s.gradient_accumulation_steps * window
@@ -77,6 +76,14 @@ def check_rules(name, stages, track):
                        for numbers in (costs | dict(window=window), rules))
         raise UserError(f'{name} has {has}; the track {track} has {wanted}, of which an entry may '
                         'miss either parameters or flops_per_token')
+
+
+def build(stage, track):
+    """-> a fresh model, its settings, and the length of a window"""
+    s, module, keys = read_settings(options(stage))
+    torch.manual_seed(s.seed)
+    config = make_config(module, dict(vocab_size=TRACKS[track]['vocab_size']) | keys)
+    return module.Model(config), s, s.seq_len or config.block_size
 
 
 def is_training(stage):
@@ -88,8 +95,8 @@ def options(stage, out=Path('out')):
     stage = dict(stage)
     if 'init_from' in stage:
         stage['init_from'] = stage_folder(out, stage['init_from'])
-    if low_high := stage.pop('part', None):
-        stage['data'] += '_{}_{}'.format(*low_high)
+    if part := stage.pop('part', None):
+        stage['data'] += '_{}_{}'.format(*part)
     return [f'--{key}={value}' for key, value in stage.items()]
 
 
@@ -97,20 +104,12 @@ def stage_folder(out, n):
     return (out / f'stage_{n}').as_posix()
 
 
-def make_part(data, low, high):
-    """A part of the track's text, as a data set of its own."""
-    name = f'{data}_{low}_{high}'
-    if not Path('data', name).exists():
-        call('prepare.py', 'mix', '--name', name, '--input', f'data/{data}:{low}:{high}')
-
-
 def identify(stages, swept=None):
     """What an entry is, as its rows have it: its settings but the one that is swept, and a checksum
     of its code."""
     configs = [{key: value for key, value in stage.items() if key != swept} for stage in stages]
-    sources = [text for stage in filter(is_training, stages)
-               for text in model_sources(stage['model']).values()]
-    code = ''.join(map(code_of, sources))
+    code = ''.join(code_of(text) for stage in filter(is_training, stages)
+                   for text in model_sources(stage['model']).values())
     return dict(configs=json.loads(json.dumps(configs)), checksum=zlib.crc32(code.encode()))
 
 
@@ -140,31 +139,32 @@ def call(script, *args):
 
 
 def make_row(run, stages, identity, rows, track):
-    """Train and score an entry. Its variant is None in a race, a setting in a sweep, and a budget
-    in the class of minutes; only a race scores pairs. rows: those that there are."""
-    name, seed, variant = run
-    row, folder = dict(entry=name, seed=seed), f'{name}_{seed}'
-    if isinstance(variant, str):
-        row['setting'], folder = variant, f'sweeps/{name}_{variant}'
-        stages = [third_of_tokens(stage, variant) if is_training(stage) else stage
+    """Train and score an entry. A run is dict(entry, seed) in a race; a sweep adds a setting, the
+    class of minutes a budget. Only a race scores pairs. rows: those that there are."""
+    name, seed = run['entry'], run['seed']
+    folder = f'{name}_{seed}'
+    if 'setting' in run:
+        folder = f"sweeps/{name}_{run['setting']}"
+        stages = [third_of_tokens(stage, run['setting']) if is_training(stage) else stage
                   for stage in stages]
-    elif variant:
+    elif 'budget' in run:
         times = [row['time'] for row in rows if row['entry'] == name]
-        time = times[0] if times else relative_time(name, stages, track)
-        row |= dict(budget=variant, time=time)
-        folder = f'minutes/{name}_{variant}_{seed}'
-        stages = [scale_steps(stages[0], variant / time)]
+        run = run | dict(time=times[0] if times else relative_time(name, stages, track))
+        folder = f"minutes/{name}_{run['budget']}_{seed}"
+        key = 'max_iters' if 'max_iters' in stages[0] else 'epochs'
+        length = stages[0][key] * (run['budget'] / run['time'])
+        stages = [stages[0] | {key: round(length) if key == 'max_iters' else length}]
     out = Path('out/arena', track, folder)
     begun = out / 'entry.json'
     if any(out.rglob('ckpt.pt')) and has_changed(json.loads(begun.read_text()), identity):
         raise UserError(f'{out} was begun with other settings or code: delete it, or rename {name}')
     write_json(begun, identity)
     folder, costs = train(stages, out, seed)
-    if not variant:
+    if run.keys() == {'entry', 'seed'}:
         if not classes(costs, track):
             print(f'{name} is in neither class, or not within the budget: it is in no table')
         costs |= score_pairs(folder, track)
-    return row | identity | costs
+    return run | identity | costs
 
 
 def train(stages, out, seed):
@@ -179,8 +179,11 @@ def train(stages, out, seed):
                 call('tools.surgery', function, *(stage_folder(out, run) for run in runs),
                      '--out', folder, '--seed', seed, *options(stage))
             continue
-        if 'part' in stage:
-            make_part(stage['data'], *stage['part'])
+        if 'part' in stage:                              # of the track's text
+            text, (low, high) = stage['data'], stage['part']
+            part = f'{text}_{low}_{high}'
+            if not Path('data', part).exists():
+                call('prepare.py', 'mix', '--name', part, '--input', f'data/{text}:{low}:{high}')
         call('train.py', *options(stage, out), f'--seed={seed}', f'--out_dir={folder}',
              '--sample_tokens=0', '--resume')
         logs.append(measure(folder))
@@ -204,12 +207,6 @@ def third_of_tokens(stage, setting):
     return stage | dict(epochs=s.epochs / 3) | {key: value}
 
 
-def scale_steps(stage, factor):
-    if 'max_iters' in stage:
-        return stage | dict(max_iters=round(stage['max_iters'] * factor))
-    return stage | dict(epochs=stage['epochs'] * factor)
-
-
 def relative_time(name, stages, track, repeat=5):
     """The time of a training step, relative to the dense entry's; the best of several, in turn."""
     if len(stages) > 1:
@@ -219,11 +216,8 @@ def relative_time(name, stages, track, repeat=5):
     machine = Machine()
     times = []
     for stage in [ENTRIES[track][DENSE_OF_MINUTES], *stages] * repeat:
-        s, module, keys = read_settings(options(stage))
-        torch.manual_seed(s.seed)
-        config = make_config(module, dict(vocab_size=TRACKS[track]['vocab_size']) | keys)
-        model = module.Model(config).to(machine.device)
-        times.append(bench.training(model, s, s.seq_len or config.block_size, machine)['ms'])
+        model, s, window = build(stage, track)
+        times.append(bench.training(model.to(machine.device), s, window, machine)['ms'])
     return round(min(times[1::2]) / min(times[::2]), 3)
 
 
@@ -266,53 +260,52 @@ def score_pairs(folder, track):
 # ---- Races, sweeps, minutes ---------------------------------------------------------------------
 
 def list_sweep(entries, sweep):
-    """learning_rate=1e-3,2e-3 -> learning_rate, and the runs (name, 1, setting)"""
+    """learning_rate=1e-3,2e-3 -> learning_rate, and a run for each value"""
     key, _, values = sweep.partition('=')
-    runs = {}                                            # each once: 2e-3 and 0.002 are the same
+    runs = []
     for name, stages in entries.items():
         for value in ast.parse(f'[{values}]', mode='eval').body.elts:    # dict(a=1, b=2) is one
             s, _, keys = read_settings([*options(stages[-1]), f'--{key}={ast.unparse(value)}'])
-            runs[name, 1, f'{key}={(vars(s) | keys)[key]}'] = None
-    return key, [*runs]
+            setting = f'{key}={(vars(s) | keys)[key]}'   # 2e-3 and 0.002 are the same
+            runs.append(dict(entry=name, seed=1, setting=setting))
+    return key, runs
 
 
 def list_minutes(entries, seeds):
     """All seeds of all entries for the time of the dense one, which also runs for shorter and
     longer: how long must it train for an entry's loss?"""
-    dense = [(DENSE_OF_MINUTES, seeds[0], budget) for budget in BUDGETS]
-    return [*dict.fromkeys(dense + [(name, seed, 1) for seed in seeds for name in entries])]
-
-
-def need_data(track):
-    """Fail now rather than in every run."""
-    names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
-    make_missing_toys(names)
-    for name in names:
-        if not Path('data', name).exists():
-            raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
+    dense = [dict(entry=DENSE_OF_MINUTES, seed=seeds[0], budget=budget) for budget in BUDGETS]
+    return dense + [dict(entry=name, seed=seed, budget=1) for seed in seeds for name in entries]
 
 
 def make_missing(entries, wanted, swept, file, folders, track):
-    """Make the wanted runs (name, seed, variant) that have no row. One that fails does not stop the
-    other entries -> {name: why its row is missing or old}, and the runs that were missing."""
+    """Make the wanted runs that have no row. One that fails does not stop the other entries
+    -> {name: why its row is missing or old}, and the runs that were missing."""
     path = folders[-1] / file
     rows = read_rows(file, folders, swept)
-    done = [(row['entry'], row['seed'], row.get('setting', row.get('budget'))) for row in rows]
-    missing = [run for run in wanted if run not in done]
+    missing = []
+    for run in wanted:
+        if run not in missing and not any(run.items() <= row.items() for row in rows):
+            missing.append(run)
     identities = {name: identify(stages, swept) for name, stages in entries.items()}
-    changed = 'settings or code have changed since it ran: rename it, or delete its rows in'
-    failures = {row['entry']: f'{changed} {file}' for row in rows
+    failures = {row['entry']: 'settings or code have changed since it ran: rename it, or delete '
+                              f'its rows in {file}' for row in rows
                 if row['entry'] in entries and has_changed(row, identities[row['entry']])}
     is_checked = {row['entry'] for row in rows}
     if missing:
-        need_data(track)
+        names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
+        make_missing_toys(names)
+        for name in names:                               # fail now rather than in every run
+            if not Path('data', name).exists():
+                raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
         path.parent.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(missing, 1):
-        name, seed, variant = run
+        name = run['entry']
         if name in failures:
             continue
         stages = entries[name]
-        print(f"\n==== {number} of {len(missing)}: {name}, {variant or f'seed {seed}'}", flush=True)
+        about = ', '.join(f'{key} {value}' for key, value in run.items())
+        print(f'\n==== {number} of {len(missing)}: {about}', flush=True)
         try:
             if track == 'toy' and len(stages) == 1 and name not in is_checked:
                 call('tools.check', stages[0]['model'], *options(stages[0]))
@@ -341,7 +334,7 @@ def main():
     if args.table:
         return show(args.track, folders, args.entries)
     entries, key, kind = find_entries(args.entries, args.track), None, ''
-    wanted = [(name, seed, None) for seed in args.seeds for name in entries]
+    wanted = [dict(entry=name, seed=seed) for seed in args.seeds for name in entries]
     if args.sweep:
         kind = '_sweeps'
         key, wanted = list_sweep(entries, args.sweep)
@@ -362,7 +355,7 @@ def main():
         call('papers.tables')                            # the tables of docs/arena.md
     for name, reason in failures.items():
         print(f'{name}: {reason}')
-    if unfinished := {name for name, _, _ in missing} & {*failures}:
+    if unfinished := {run['entry'] for run in missing} & {*failures}:
         raise UserError(f"not finished: {', '.join(sorted(unfinished))}; the reason is above")
 
 

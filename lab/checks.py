@@ -363,7 +363,7 @@ def most_used_stay(ex):
         expect_same(router[:, 0], w[:, 0, 0], "the router's rows are not those of the matrices")
 
 
-# ---- Of each exercise: its checks, where the project has the answer, a hint ----------------------
+# ---- Of each exercise: its checks, and where the project has the answer --------------------------
 
 CHECKS = dict(
     ex1_top_k=[gates_are_shares, formula_is_right],
@@ -383,43 +383,3 @@ PLACES = dict(
     ex6_compose='papaformer.py, compose; papaformer.py, Share',
     ex7_gate='selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank',
     ex8_prune='moduleformer.py, count_usage; moduleformer.py, prune_experts')
-HINTS = dict(
-    ex1_top_k="""
-softmax, then topk: it returns the K largest values and where they stand, the largest first. Divide
-by sum(-1, keepdim=True).
-The gradient: compute it as (N, K) first, then put it into zeros (N, E) at the places that choice_NK
-names, with scatter along dimension 1.""",
-    ex2_balance="""
-To count: zeros (N, E), a 1 at each choice (scatter along dimension 1), the mean over tokens,
-divided by K. Or bincount of all N*K choices. p is prob_NE.mean(0).
-The entropy is largest when all choices are used alike, and descent makes a loss small. With
-clamp(min=1e-9) before the logarithm, 0 * log 0 is not nan.""",
-    ex3_dispatch="""
-For expert e, (choice_NK == e).nonzero(as_tuple=True) gives the tokens that chose it, and which of
-their K choices it was. y.index_add_(0, tokens, rows) adds rows to the places of their tokens.
-The project sorts instead: choice_NK.flatten().argsort() orders all N*K pairs by expert, and
-pair // K is a pair's token. Then one call can multiply all groups.""",
-    ex4_gumbel="""
-You need a tensor with the value of one and the gradient of another. soft.detach() has the value of
-`soft` and no gradient, so soft - soft.detach() is 0 with the gradient of `soft`. Add it to what
-you want to have.
-F.one_hot(index, n) returns integers: convert them to the dtype of the logits.""",
-    ex5_stick="""
-Mask first: where z is -inf (masked_fill with a triu mask), sigmoid(z) is 0 and log sigmoid(-z) is
-0, so later keys take nothing and leave everything.
-The sum runs over the keys after i, a cumulative sum from the right: flip, cumsum, flip. It is
-simpler with j = i included: since sigmoid(z) = exp(z) * sigmoid(-z), log p_i is z_i + that sum.""",
-    ex6_compose="""
-torch.cat(..., -1) of the outputs; torch.cat(..., 1) of the (V, d) weights of embeddings and heads.
-block.load_state_dict(other.state_dict()) copies a block's weights. Overwrite a parameter by
-parameter.copy_(values), under `with torch.no_grad():`.""",
-    ex7_gate="""
-nn.Parameter(torch.zeros(shape)), where the shape is (d, d), (d,) or (). Only a matrix needs a
-matrix product: h @ weight.
-G(h) is linear in the weight, so the weight's gradient depends on h, not on the weight: a start at
-zero is no trap. In a product a @ b, each factor's gradient contains the other factor. One of them
-may be zero, the other must not be.""",
-    ex8_prune="""
-target_N >= 0 picks the tokens that count; torch.bincount(..., minlength=n_modules) counts.
-count_E.topk(k).indices are the modules that always stay: set their frequency to inf. The numbers of
-all that stay, (frequency >= threshold).nonzero().flatten(), index both tensors.""")

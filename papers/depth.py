@@ -3,7 +3,7 @@ What conditional depth costs and saves, for a run of stlm_depth.py.
 
     python -m papers.depth out/stlm_depth   # mixture of depths: who passes, causal or looking ahead
     python -m papers.depth out/stlm_exit    # early exit: the loss at each, drafts and their speed
-    python -m papers.depth out/stlm_exit --draft_layers 1 2 --n_draft 3 --json depth.json
+    python -m papers.depth out/stlm_exit --draft_layers 1 2 --json depth.json
 
 Losses are those of val.bin. A routed model is scored twice: with its forecast, as in generation,
 and with the true top of every window, as in training. The second looks ahead, so it is not a
@@ -24,6 +24,7 @@ from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
 
 BATCH = 16                                               # windows at a time, for the losses
+N_DRAFT = 4                                              # tokens to draft at a time
 
 
 class LookingAhead(torch.nn.Module):
@@ -59,14 +60,14 @@ class Exit(torch.nn.Module):
 
 
 @torch.no_grad()
-def decode(model, prompts, n_new, draft_layers, n_draft):
+def decode(model, prompts, n_new, draft_layers):
     """Greedy text of each prompt -> tokens (prompts, T), tokens per second, share of drafts kept"""
     calls = Counter()                                    # of the first layer and the last
     hooks = [layer.register_forward_hook(lambda layer, *_: calls.update([layer]))
              for layer in (model.layers[0], model.layers[-1])]
 
     def write(prompt):                                   # .cpu() waits for the last token
-        return model.generate(prompt, n_new, 0, None, draft_layers, n_draft).cpu()
+        return model.generate(prompt, n_new, 0, None, draft_layers, N_DRAFT).cpu()
     write(prompts[:1])                                   # warms up
     calls.clear()
     start = time.perf_counter()
@@ -88,8 +89,6 @@ def main():
     parser = run_parser(__doc__)
     parser.add_argument('--draft_layers', type=between(1, 1000), nargs='+',
                         help='how many layers draft; every number of them if not given')
-    parser.add_argument('--n_draft', type=between(1, 100), default=4,
-                        help='tokens to draft at a time')
     parser.add_argument('--prompts', type=between(1, 10 ** 4), default=50, help='texts to continue')
     parser.add_argument('--max_new_tokens', type=between(1, 10 ** 6), default=100,
                         help='length of each text')
@@ -140,17 +139,17 @@ def main():
     drafts = []
     model.eval()
     for n in (0, *draft_layers):
-        texts, rate, kept = decode(model, prompts, args.max_new_tokens, n, args.n_draft)
+        texts, rate, kept = decode(model, prompts, args.max_new_tokens, n)
         if n == 0:
             plain = texts
             print(f'no drafts             {rate:,.0f} tokens/s')
         same = int((texts == plain).all(1).sum())
         drafts.append(dict(layers=n, tokens_per_s=rate, kept=kept, same=same))
         if n:
-            print(f'{n:3} layers draft {args.n_draft:3}   {rate:,.0f} tokens/s, {100 * kept:.1f}% '
+            print(f'{n:3} layers draft {N_DRAFT:3}   {rate:,.0f} tokens/s, {100 * kept:.1f}% '
                   f'kept, {same} of {len(prompts)} texts the same')
     if args.json:
-        write_json(args.json, dict(run=args.run, data=str(folder), n_draft=args.n_draft,
+        write_json(args.json, dict(run=args.run, data=str(folder), n_draft=N_DRAFT,
                                    prompts=len(prompts), max_new_tokens=args.max_new_tokens,
                                    routed=routed, exits=exits, drafts=drafts))
 

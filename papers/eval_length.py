@@ -2,7 +2,7 @@
 How far does a model see, and what happens beyond the length it was trained at? Loss by position.
 
     python -m papers.eval_length out/moduleformer         # windows of four times the trained length
-    python -m papers.eval_length out/moduleformer out/run --length 512 --bin 64     # side by side
+    python -m papers.eval_length out/moduleformer out/run --length 512      # side by side
     python -m papers.eval_length out/moduleformer --data data/toy_math --json length.json
     python -m papers.eval_length out/mf_memory --memory 128        # segment by segment, with memory
 
@@ -27,19 +27,19 @@ from plumbing.cli import UserError, between, run_main, write_json
 from plumbing.machine import Machine
 
 BATCH = 16                                               # windows at a time
+SPAN = 64                                                # positions per line of the table
 
 
 @torch.no_grad()
-def loss_by_position(model, tokens, length, stride, batch_size, machine, segment=None, memory=0):
+def loss_by_position(model, tokens, length, stride, machine, segment=None, memory=0):
     """(length,) mean nats at each position of the windows that start every `stride` tokens. A
     window is read in one pass, or segment by segment with a memory."""
     starts = torch.arange(0, len(tokens) - length, stride)
     total = torch.zeros(length, dtype=torch.float64)
-    for batch in tqdm(starts.split(batch_size), unit='batch', disable=None, leave=False):
+    for batch in tqdm(starts.split(BATCH), unit='batch', disable=None, leave=False):
         window = machine.send(read_windows([tokens], batch.numpy(), length + 1))
         x, y = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        nats = []
-        cache = []                                       # the model appends keys and values to it
+        nats, cache = [], []                             # the model appends keys and values to it
         for x_part, y_part in zip(x.split(segment or length, 1), y.split(segment or length, 1)):
             with machine.autocast():
                 nats.append(model(x_part, y_part, cache if memory else None, 'none')[1])
@@ -74,8 +74,6 @@ def main():
                         help='read segments of the trained length, each with N tokens before it')
     parser.add_argument('--stride', type=between(1, 10 ** 9), default=64,
                         help='tokens between starts of windows')
-    parser.add_argument('--bin', type=between(1, 10 ** 6), default=64,
-                        help='positions per line of the table')
     args = parser.parse_args()
     machine = Machine(args.device)
     ckpts = [read_checkpoint(run) for run in args.run]
@@ -96,13 +94,12 @@ def main():
     for ckpt, T in zip(ckpts, trained):
         model = load(ckpt, args, length).to(machine.device).eval()
         segments = {} if args.memory is None else dict(segment=T, memory=args.memory)
-        losses.append(loss_by_position(
-            model, tokens, length, args.stride, BATCH, machine, **segments))
+        losses.append(loss_by_position(model, tokens, length, args.stride, machine, **segments))
 
     width = max(8, *map(len, args.run)) + 2
     print('positions'.rjust(14) + ''.join(run.rjust(width) for run in args.run))
-    for start in range(0, length, args.bin):
-        end = min(start + args.bin, length)
+    for start in range(0, length, SPAN):
+        end = min(start + SPAN, length)
         means = [f'{loss[start:end].mean():{width}.4f}' for loss in losses]
         print(f'{start:6,} to {end - 1:4,}' + ''.join(means))
     for run, loss, T in zip(args.run, losses, trained):

@@ -75,17 +75,15 @@ def largest(pairs):
 def shake(model):
     """Weights of size 0.2, gains around 1, biases that are not 0: an error shows."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+    for p in model.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
     return model
 
 
 def zero_biases(model, *modules):
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith('bias') and any(module in name for module in modules):
-                p.zero_()
+    for name, p in model.named_parameters():
+        if name.endswith('bias') and any(module in name for module in modules):
+            p.data.zero_()
 
 
 def load(path, remove=''):
@@ -105,32 +103,32 @@ def halves(w, n_head):
 # ---- PaPaformer ---------------------------------------------------------------------------------
 
 def check_papaformer(checkout):
-    def sizes(dim, n_heads):
-        return SimpleNamespace(
-            vocab_size=VOCAB, dim=dim, n_layers=2, n_heads=n_heads, head_dim=16, max_seq_len=32,
-            pad_id=VOCAB - 1, attention_type='MultiH', ff_type='SwiGLU', norm='RMS', device='cpu',
-            n_parallel_blocks=2)
+    sizes = dict(vocab_size=VOCAB, n_layers=2, head_dim=16, max_seq_len=32, pad_id=VOCAB - 1,
+                 attention_type='MultiH', ff_type='SwiGLU', norm='RMS', device='cpu',
+                 n_parallel_blocks=2)
+    wide = SimpleNamespace(**sizes, dim=64, n_heads=4)
+    narrow = SimpleNamespace(**sizes, dim=32, n_heads=2)
 
     def run(theirs, idx):
-        outputs = theirs(idx)
-        logits, *losses = [outputs] if torch.is_tensor(outputs) else outputs
+        logits, *losses = theirs(idx) if routed else [theirs(idx)]
         return logits, dict(zip(('entropy', 'load'), losses))
     # Theirs draws uniform numbers u, ours exponential ones: -log(u) makes the noise the same
     draw = lambda x: x.copy_(-torch.rand_like(x).log())
     files = dict(share='Paformer_lin.py', gumbel1='gumbel_moe.py', gumbel2='gumbel_moe_2.py')
     for connection, file in files.items():
-        theirs = shake(load(checkout / file).Decoder(sizes(64, 4), sizes(32, 2)))
+        routed = connection != 'share'
+        theirs = shake(load(checkout / file).Decoder(wide, narrow))
         ours = papaformer.PaPaformer(papaformer.PaPaformerConfig(
             vocab_size=VOCAB, block_size=32, n_layer=2, n_head=4, n_embd=64, ffn_hidden=256,
             n_parallel=3, path_embd=[32, 32], path_head=[2, 2], path_ffn_hidden=[128, 128],
             connection=connection, attn_out_proj=False, aux_form='released'))
         pair = theirs, run, ours, papaformer_weights
         with mock.patch.object(torch.Tensor, 'exponential_', draw):
-            if connection != 'share':
+            if routed:
                 compare(f'{connection}, no biases in combine and router', *pair, differs=True)
                 zero_biases(theirs, 'MoE')
             compare(f'{connection}, their biases 0, their beta folded into W1, W2', *pair)
-            if connection != 'share':
+            if routed:
                 theirs.eval(), ours.eval()
                 compare(f'{connection} in eval mode: the best path, not a sample', *pair,
                         differs=True)
@@ -181,8 +179,15 @@ def check_moduleformer(checkout):
         logits = theirs.lm_head(theirs.transformer(idx).last_hidden_state)
         return logits, dict(mi=theirs.transformer.aux_loss)
 
-    def model(**settings):
-        return moduleformer.ModuleFormer(moduleformer.ModuleFormerConfig(**settings))
+    def read(theirs):
+        """As tools.import_hf reads it from files -> weights, settings of our model"""
+        tensors = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
+        _, weights, settings = read_molm(vars(theirs.config), tensors)
+        return weights, dict(settings, vocab_size=VOCAB, query_block=7)
+
+    def pair(theirs, **changes):
+        config = moduleformer.ModuleFormerConfig(**read(theirs)[1] | changes)
+        return theirs, run, moduleformer.ModuleFormer(config), lambda theirs: read(theirs)[0]
     exact = mock.patch.object(gating.get_aux_loss_and_clear, '__defaults__', (0.0,))     # eps
     for title, sizes in (('top-1', dict(k_att=1, k_mlp=1)),
                          ('identity_kv', dict(n_head=1, att_hidden=32)),
@@ -191,13 +196,11 @@ def check_moduleformer(checkout):
             vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=3, att_hidden=24, n_att_experts=6,
             n_mlp_experts=8, ffd_hidden=40, gating_size=16, block_size=LENGTH, bos_token_id=0,
             eos_token_id=0) | sizes)))
-        settings = read_ibm(theirs)[1]
-        pair = theirs, run, model(**settings), lambda theirs: read_ibm(theirs)[0]
         with exact:
-            compare(f'{title}, released=True, theirs without 1e-8 in log p(m)', *pair)
-    compare('top-2, released=True, no 1e-8 in log p(m)', *pair, differs=True)
-    pair = theirs, run, model(**settings | dict(released=False)), pair[-1]
-    compare('top-2, ReLU in routers, exact GELU, no biases', *pair, differs=True)
+            compare(f'{title}, released=True, theirs without 1e-8 in log p(m)', *pair(theirs))
+    compare('top-2, released=True, no 1e-8 in log p(m)', *pair(theirs), differs=True)
+    ours = pair(theirs, released=False)
+    compare('top-2, ReLU in routers, exact GELU, no biases', *ours, differs=True)
     zero_biases(theirs, 'w_gate', '_proj')
     for module in theirs.modules():
         if isinstance(module, gating):
@@ -205,14 +208,7 @@ def check_moduleformer(checkout):
         elif isinstance(module, ibm.MoE) and module.activation:
             module.activation = nn.GELU()
     with exact:
-        compare('top-2, theirs without 1e-8, with ReLU, exact GELU, biases 0', *pair)
-
-
-def read_ibm(theirs):
-    """As tools.import_hf reads it from files -> weights, settings of our model"""
-    tensors = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
-    _, weights, settings = read_molm(vars(theirs.config), tensors)
-    return weights, dict(settings, vocab_size=VOCAB, query_block=7)
+        compare('top-2, theirs without 1e-8, with ReLU, exact GELU, biases 0', *ours)
 
 
 # ---- MoEP ---------------------------------------------------------------------------------------
@@ -223,8 +219,8 @@ def check_moep(checkout):
         return theirs.lm_head(states), {'block_balance+expert_balance': balance}
 
     for top_k, remove in ((1, ' + 1e-9'), (4, ' + 1e-9'), (2, ' + 1e-9'), (2, '')):
-        copy = load(checkout / 'modeling_moep.py', remove)
-        theirs = shake(copy.MoEPForCausalLM(copy.MoEPLMConfig(
+        code = load(checkout / 'modeling_moep.py', remove)
+        theirs = shake(code.MoEPForCausalLM(code.MoEPLMConfig(
             vocab_size=VOCAB, dim=48, n_heads=6, n_layers=5, parallel_dim=24, parallel_n_heads=3,
             parallel_k=top_k, moe_k=top_k, max_position_embeddings=LENGTH)).eval())
         ours = moep.MoEP(moep.MoEPConfig(
@@ -246,10 +242,11 @@ def moep_weights(theirs):
                'norm_f.bias': model.norm.layer_norm.bias}
     for name, block in (('first.0', first), ('last.0', last)):
         weights |= {f'{name}.{part}.{kind}': p for (part, kind), p in block_weights(block).items()}
-    for name, moe in (('shrink', shrink), ('grow', grow)):
-        weights[f'{name}.router.linear.weight'] = moe.router.router.linear.weight
-        weights[f'{name}.down'] = torch.stack([expert.weight.T for expert in moe.experts])
-        weights[f'{name}.down_bias'] = torch.stack([expert.bias for expert in moe.experts])
+    for name, layer in (('shrink', shrink), ('grow', grow)):
+        weights |= {
+            f'{name}.router.linear.weight': layer.router.router.linear.weight,
+            f'{name}.down': torch.stack([expert.weight.T for expert in layer.experts]),
+            f'{name}.down_bias': torch.stack([expert.bias for expert in layer.experts])}
     for i, layer in enumerate(layers):
         weights[f'parallel.{i}.router.linear.weight'] = layer.router.router.linear.weight
         blocks = [block_weights(block) for block in layer.blocks]
@@ -279,12 +276,11 @@ def check_stlm(checkout):
     sys.modules['models.components.tokenizers'] = SimpleNamespace(build_tokenizer=lambda **_: None)
     from models import core_models, model_heads
     common = dict(normalization='rms_norm', bias=False)
+    ffn = common | dict(ffn_type='swiglu', ffn_dim=96)
+    attn = common | dict(attn_type='generic', num_heads=8, group_size=4, is_causal=True)
     config = dict(
         hidden_dim=64, context_window=32, vocab_size=VOCAB, positional_encoding_type='rope',
-        lm_head=common,
-        core_model=dict(num_layers=3, ffn=common | dict(ffn_type='swiglu', ffn_dim=96),
-                        attn=common | dict(attn_type='generic', num_heads=8, group_size=4,
-                                           is_causal=True)))
+        lm_head=common, core_model=dict(num_layers=3, ffn=ffn, attn=attn))
 
     def run(theirs, idx):
         x = theirs.core(F.embedding(idx, theirs.head.linear.weight))

@@ -87,12 +87,10 @@ def train(models, model, size, seed):
 def main():
     parser = Parser(__doc__)
     parser.add_argument('--minutes', action='store_true', help='at equal time')
-    parser.add_argument('--to', type=Path, help='file of rows (default: out/passes.jsonl, or '
-                        'out/minutes.jsonl)')
     args = parser.parse_args()
     models = MINUTES if args.minutes else PASSES
     sizes = REGULAR if args.minutes else (2.5e6, 5e6, 10e6, None)
-    to = args.to or Path('out/minutes.jsonl' if args.minutes else 'out/passes.jsonl')
+    to = Path('out/minutes.jsonl' if args.minutes else 'out/passes.jsonl')
     to.parent.mkdir(exist_ok=True)
     lines = to.read_text().splitlines() if to.exists() else []
     rows = {(row['entry'], row['size'], row['seed']): row for row in map(json.loads, lines)}

@@ -13,15 +13,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from papers import tables
-from papers.tables import NAMES, group, read, runs
+from papers.tables import group, read, runs, scores
 
 DENSE, ROUTED, SHARED, LIGHT = 'black', '#d9480f', '#0072b2', '#74b4dc'  # colours
-large = plt.rc_context({'font.size': 20, 'axes.spines.top': False, 'axes.spines.right': False})
-
-
-def title(figure, text):
-    """What the picture says, over all of it."""
-    figure.suptitle(text, fontsize=26, weight='bold')
+large = plt.rc_context({
+    'font.size': 20, 'figure.figsize': (11.6, 7), 'figure.titlesize': 26,
+    'figure.titleweight': 'bold', 'lines.markersize': 11, 'legend.frameon': False,
+    'axes.spines.top': False, 'axes.spines.right': False})
 
 
 def band(axis, steps, runs, label, **style):
@@ -32,12 +30,6 @@ def band(axis, steps, runs, label, **style):
     return line.get_color()
 
 
-def losses(seeds, data=None, at=-1, key='loss'):
-    """Of an evaluation, by default the last; on one data set, or the only one."""
-    scores = [run['evaluations'][at]['val'] for run in seeds]
-    return [score[data or next(iter(score))][key] for score in scores]
-
-
 # ---- PaPaformer ---------------------------------------------------------------------------------
 
 @large
@@ -46,14 +38,15 @@ def papaformer():
     times = {row['model']: row for row in read('papaformer_time')}
     labels = dict(llama256='LLaMA, 32M parameters', llama192='LLaMA, 23M', share='Linear, 29M',
                   gumbel1='Gumbel, 29M', gumbel2='')     # its dots lie beside gumbel1's
-    figure, axis = plt.subplots(figsize=(11.6, 7))
+    figure, axis = plt.subplots()
     for kind, label in labels.items():
-        name, is_dense = tables.PAPAFORMER[kind], 'llama' in kind
+        seeds = runs('papaformer')[f'both-{kind}']
+        name, loss = seeds[0]['name'], scores(seeds, data='tinystories_neox')
+        is_dense = 'llama' in kind
         row = times[name if is_dense else f'{name}, paths one after the other']
         time = float(re.search(r'(\d+)%', row['one H200: paths + composed, seconds'])[1])
-        loss = losses(runs('papaformer')[f'both-{kind}'], 'tinystories_neox')
         color = DENSE if is_dense else ROUTED
-        axis.plot([time] * len(loss), loss, 'o', ms=11, color=color)
+        axis.plot([time] * len(loss), loss, 'o', color=color)
         axis.annotate(label, (time, min(loss)), (0, 24 if kind == 'gumbel1' else -34), color=color,
                       textcoords='offset points', ha='right' if time > 99 else 'center')
     axis.set(xlabel="training time, % of the larger LLaMA's", ylabel='validation loss, stories',
@@ -61,7 +54,7 @@ def papaformer():
     axis.text(0.97, 0.75, 'dense', ha='right', transform=axis.transAxes, color=DENSE)
     axis.text(0.97, 0.65, 'two trained paths, composed', ha='right', transform=axis.transAxes,
               color=ROUTED)
-    title(figure, 'Composing paths saves a third of the time,\nand costs 0.4 nats or more')
+    figure.suptitle('Composing paths saves a third of the time,\nand costs 0.4 nats or more')
     return figure
 
 
@@ -69,32 +62,30 @@ def papaformer():
 
 def moep():
     """BLiMP and validation loss by words read, and how many blocks and experts are hardly used."""
-    figure, (scores, val, unused) = plt.subplots(1, 3, figsize=(14, 4))
+    figure, (blimp, val, unused) = plt.subplots(1, 3, figsize=(14, 4))
     for kind, seeds in runs('moep').items():
         if kind == 'weight02':                           # one seed, few evaluations
             continue
-        name = NAMES['moep'][kind].replace('`', '')
+        name = seeds[0]['name'].replace('`', '')
         shared = min(len(run['evaluations']) for run in seeds)       # some runs were stopped
         points = [run['evaluations'][:shared] for run in seeds]
         words = [e['words'] / 1e6 for e in points[0]]
-
         loss = [[e['val']['babylm']['loss'] for e in run[1:]] for run in points]
         color = band(val, words[1:], loss, name, marker='.')
         if kind != 'gpt2':
             idle = [[e['unused'][0] for e in run] for run in points]
             band(unused, words, idle, name, color=color, marker='.')
-        curves = [np.array(run['blimp']['babylm2025 fast']) for run in seeds
+        curves = [run['blimp']['babylm2025 fast'] for run in seeds
                   if 'babylm2025 fast' in run['blimp']]
         if curves:
-            accuracy = [curve[:, 1] for curve in curves]
-            band(scores, curves[0][:, 0] / 1e6, accuracy, name, color=color, marker='.')
-
-    scores.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%',
-               xscale='log')
+            words, accuracy = np.moveaxis(curves, 2, 0)
+            band(blimp, words[0] / 1e6, accuracy, name, color=color, marker='.')
+    blimp.set(title="BLiMP, babylm2025, 'fast' pairs", xlabel='million words', ylabel='%',
+              xscale='log')
     val.set(title='validation loss', xlabel='million words', ylabel='nats per token')
     unused.set(title='blocks and experts that are hardly used', xlabel='million words',
                ylabel='with less than 1% of the picks')
-    for axis in (scores, val, unused):
+    for axis in figure.axes:
         axis.legend(fontsize=8)
     return figure
 
@@ -117,7 +108,7 @@ def moep_entities():
     axis.axvline(20, color='grey', ls='--', zorder=0)
     axis.text(20.5, -0.75, 'chance', color='grey')
     axis.set(xlabel='Entity Tracking, % right', xlim=(0, 50), ylim=(-0.9, None))
-    title(figure, "The task behind MoEP's lead\nis won by a rule that reads nothing")
+    figure.suptitle("The task behind MoEP's lead\nis won by a rule that reads nothing")
     return figure
 
 
@@ -136,7 +127,7 @@ def moep_routes():
             axis.text(x, y, f'{share:.0f}', ha='center', va='center', fontsize=16, color=color)
         axis.set(title=name, xticks=[], yticks=range(len(shares)), yticklabels=routes)
     axes[1].set_xlabel("% of a layer's picks that go to each of its four choices (at most 50)")
-    title(figure, 'The printed sign leaves a third of the choices unused')
+    figure.suptitle('The printed sign leaves a third of the choices unused')
     return figure
 
 
@@ -149,7 +140,7 @@ def lookup():
     pools = {'MoEP': ('moep_mix', ''), "ModuleFormer's attention": ('moduleformer', 'att'),
              "ModuleFormer's FFNs": ('moduleformer', 'ffd')}
     known = {'the token': 'by_token', 'its word class': 'by_class', 'text or math': 'by_set'}
-    figure, axis = plt.subplots(figsize=(11.6, 7))
+    figure, axis = plt.subplots()
     for i, (pool, (run, part)) in enumerate(pools.items()):
         rows = [row for row in read('routes') if row['run'] == run and part in row['layer']]
         entropy = sum(row['entropy'] for row in rows)
@@ -160,8 +151,8 @@ def lookup():
         axis.bar_label(bars, fmt='%.0f')
     axis.set(xticks=range(3), xticklabels=known, ylim=(0, 100),
              ylabel="% of a choice's entropy explained by")
-    axis.legend(frameon=False)
-    title(figure, 'MoEP and ModuleFormer mostly look up the token')
+    axis.legend()
+    figure.suptitle('MoEP and ModuleFormer mostly look up the token')
     return figure
 
 
@@ -169,23 +160,21 @@ def lookup():
 
 def moduleformer():
     """Math as the new domain, with old text and without: forgotten against learned."""
-    names = NAMES['moduleformer']
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
     panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
     for axis, (how, title) in zip(axes, panels):
         kinds = runs('moduleformer', how)
-        for base, tuned, style in (('base', 'full', '--'), ('base-dense', 'dense', ':')):
-            start = losses(kinds[f'{how}-{tuned}'], 'babylm', at=0)
-            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{names[base]}, before')
-        for kind, seeds in kinds.items():
-            old, new = losses(seeds, 'babylm'), losses(seeds, 'openmath_babylm')
-            marker = 'o' if 'Module' in names[kind] else 's'
-            axis.plot(old, new, marker, ms=7, label=names[kind].replace('`', ''))
+        for base, tuned, style in (('ModuleFormer', 'full', '--'), ('dense', 'dense', ':')):
+            start = scores(kinds[f'{how}-{tuned}'], data='babylm', at=0)
+            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{base}, before')
+        for seeds in kinds.values():
+            old, new = (scores(seeds, data=data) for data in ('babylm', 'openmath_babylm'))
+            name = seeds[0]['name'].replace('`', '')
+            axis.plot(old, new, 'o' if 'Module' in name else 's', ms=7, label=name)
         low, high = axis.get_ylim()
         room = 0.7 * (high - low)                    # for the legend
         axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
                  ylim=(low - room, high))
-
         axis.legend(fontsize=7, loc='lower left')
     return figure
 
@@ -197,17 +186,17 @@ def prune():
     whole = runs('moduleformer')['math0.0']
     curves = [[(100 * row['modules'], row['loss'] - run['prune']['rows'][0]['loss'])
                for row in run['prune']['rows']] for run in whole]
-    figure, axis = plt.subplots(figsize=(11.6, 7))
+    figure, axis = plt.subplots()
     axis.plot(*np.mean(curves, 0).T, 'o-', lw=3, ms=10, color=DENSE,
               label='fine-tuned, then pruned')
     for kind, seeds in runs('moduleformer', 'first').items():
         left = [100 * tables.modules(run) / tables.modules(whole[0]) for run in seeds]
-        cost = np.subtract(losses(seeds, 'openmath_babylm'), losses(whole, 'openmath_babylm'))
-        axis.plot(left, cost, 'o', ms=11, color=ROUTED,
+        cost = np.subtract(*(scores(kind, data='openmath_babylm') for kind in (seeds, whole)))
+        axis.plot(left, cost, 'o', color=ROUTED,
                   label='pruned, then fine-tuned' if kind == 'first0.2' else None)
     axis.set(xlabel='% of the modules left', ylabel='nats above the unpruned model, math')
-    axis.legend(labelcolor='linecolor', frameon=False)
-    title(figure, 'Prune first, then fine-tune')
+    axis.legend(labelcolor='linecolor')
+    figure.suptitle('Prune first, then fine-tune')
     return figure
 
 
@@ -236,20 +225,20 @@ def stlm():
             'layers share a block': (SHARED, {'all-2': '2', 'all-5': '5', 'shared-all': 'all 10'}),
             'layers share an FFN': (LIGHT, {'ffn-2': '2', 'ffn-5': '5', 'shared-ffn': 'all 10'})}
     kinds = runs('stlm') | runs('stlm_depth')
-    figure, axis = plt.subplots(figsize=(11.6, 7))
+    figure, axis = plt.subplots()
     for label, (color, names) in ways.items():
         for kind, name in names.items():
-            bits = losses(kinds[kind], key='bits_per_byte')
+            bits = scores(kinds[kind], 'bits_per_byte')
             size = kinds[kind][0]['parameters'] / 1e6
-            axis.plot([size] * len(bits), bits, 'o', ms=11, color=color, label=label)
+            axis.plot([size] * len(bits), bits, 'o', color=color, label=label)
             above = color == LIGHT
             axis.annotate(name, (size, (max if above else min)(bits)), (0, 14 if above else -34),
                           textcoords='offset points', ha='center', color=color)
             label = None                                 # once in the legend
     axis.set(xlabel='parameters, millions', ylabel='bits per byte', xlim=(27, 58.5),
              ylim=(1.49, 1.6))
-    axis.legend(labelcolor='linecolor', frameon=False)
-    title(figure, 'Sharing layers costs little,\nand so does leaving some out')
+    axis.legend(labelcolor='linecolor')
+    figure.suptitle('Sharing layers costs little,\nand so does leaving some out')
     return figure
 
 
@@ -308,7 +297,7 @@ def arena():
              ylabel='bits per byte after ten passes; 7% of the text seen')
     axis.set_title('After ten passes the best entry is routed,\n'
                    'and drops choices in training', fontsize=26, weight='bold')
-    axis.legend(labelcolor='markerfacecolor', frameon=False, handletextpad=0)
+    axis.legend(labelcolor='markerfacecolor', handletextpad=0)
     return figure
 
 
@@ -335,19 +324,17 @@ def passes():
     axis.axhspan(0, 1, color=ROUTED, alpha=0.12, lw=0)
     axis.text(0.97, 0.92, 'routed is better', fontsize=24, ha='right', transform=axis.transAxes)
     axis.text(0.03, 0.05, 'dense is better', fontsize=24, transform=axis.transAxes)
-    axis.text(3.0, -0.07, 'equal FLOPs,\nno choices dropped', fontsize=20, ha='right')
-    axis.text(1.25, -0.0125, 'equal time, choices\ndropped from 5 passes\non; at 20 one seed',
-              color=ROUTED, fontsize=20)
-    axis.text(0.36, -0.0085, 'equal time,\nPython files', color=SHARED, fontsize=20)
+    axis.text(3.0, -0.07, 'equal FLOPs,\nno choices dropped', ha='right')
+    axis.text(1.25, -0.0125, 'equal time, choices\ndropped from 5 passes\non; at 20 one seed', color=ROUTED)
+    axis.text(0.36, -0.0085, 'equal time,\nPython files', color=SHARED)
     axis.set_yscale('symlog', linthresh=0.02)            # near 0 as it is, further away by powers
     axis.set(xlabel='passes over the text, and its tokens; 50M are read in all', xscale='log',
              xlim=(0.33, 36), ylim=(-0.8, 0.06),
              ylabel='bits per byte, dense minus routed\n(log scale beyond ±0.02)')
     axis.set_yticks([-0.3, -0.1, -0.02, 0, 0.02], ['−0.3', '−0.1', '−0.02', '0', '+0.02'])
-    axis.set_yticks([], minor=True)
     axis.set_xticks([0.73, *passes], ['0.73\n69M',
                     *(f'{x:.3g}\n{tokens / 1e6:.2g}M' for x, tokens, *_ in points)])
-    axis.set_xticks([], minor=True)
+    axis.minorticks_off()
     axis.set_title('Routing pays while the text is new: per FLOP,\nand per minute to five passes',
                    fontsize=26, weight='bold', pad=14)
     return figure

@@ -16,21 +16,21 @@ from moduleformer import ModuleFormer, count_usage, prune_experts
 from papers.common import open_run, run_parser, val_tokens
 from plumbing.bins import score_batches, val_batches
 from plumbing.checkpoint import data_folders
-from plumbing.cli import UserError, between, run_main, write_json
+from plumbing.cli import UserError, run_main, write_json
 
 # Of the most frequent module of a pool
 THRESHOLDS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 BATCH = 16                                               # windows at a time
 
 
-def curve(model, tokens, tokenizer, thresholds, machine):
+def curve(model, tokens, tokenizer, machine):
     """One dict per threshold: the share of parameters and of modules that is left, and the loss."""
     half = len(tokens) // 2
     T = model.config.block_size
     first = val_batches(tokens[:half], T, BATCH, tokenizer.pad)
     usage = count_usage(model, ((machine.send(x), machine.send(y)) for x, y in first))
     rows, whole = [], model.count_params()[0]
-    for threshold in thresholds:
+    for threshold in THRESHOLDS:                         # at 0 nothing is pruned
         pruned, table = prune_experts(model, usage, threshold)
         batches = val_batches(tokens[half:], T, BATCH, tokenizer.pad)
         scores = score_batches(pruned, batches, tokenizer, machine)
@@ -42,17 +42,13 @@ def curve(model, tokens, tokenizer, thresholds, machine):
 
 
 def main():
-    parser = run_parser(__doc__)
-    parser.add_argument('--thresholds', type=between(0, 1e9, float), nargs='+',
-                        help='least frequency of a module that stays')
-    args = parser.parse_args()
+    args = run_parser(__doc__).parse_args()
     model, ckpt, tokenizer, machine = open_run(args)
     if not isinstance(model, ModuleFormer):
         raise UserError(f"{args.run} is a run of {ckpt['model']}; only a ModuleFormer has modules")
     folder = args.data or data_folders(ckpt)[0]
     tokens = val_tokens(folder, tokenizer)
-    thresholds = [0.0, *filter(None, args.thresholds or THRESHOLDS)]     # at 0 nothing is pruned
-    rows = curve(model, tokens, tokenizer, thresholds, machine)
+    rows = curve(model, tokens, tokenizer, machine)
     print(f"{args.run} on {folder}: frequencies as shares of their pool's largest")
     print('threshold   parameters left   modules left      loss    change')
     for row in rows:
@@ -60,8 +56,7 @@ def main():
         print(f"{row['threshold']:9.4f}{row['parameters'] / 1e6:9.2f}M {100 * row['left']:5.1f}%"
               f"{100 * row['modules']:14.1f}%{row['loss']:10.4f}{change:+10.4f}")
     if args.json:
-        about = dict(run=args.run, data=str(folder))
-        write_json(args.json, dict(about, rows=rows))
+        write_json(args.json, dict(run=args.run, data=str(folder), rows=rows))
 
 
 if __name__ == '__main__':

@@ -19,83 +19,9 @@ from plumbing.settings import ROOT
 from tools import welch
 
 RESULTS = ROOT / 'papers' / 'results'
-GLUE = dict(sst2='SST-2', cola='CoLA', mrpc='MRPC', rte='RTE', wsc='WSC')
-PAPAFORMER = dict(
-    path1='Path_1',
-    path2='Path_2',
-    llama256='LLaMA_256',
-    llama192='LLaMA_192',
-    share='Share_Linear',
-    gumbel1='Gumb_MoE_1',
-    gumbel2='Gumb_MoE_2')
-AUX = {'': '', '-printed': ', aux losses as printed', '-released': ', aux losses as released'}
-
-# {file: {run: its name in the tables}}
-NAMES = dict(
-    moep=dict(
-        gpt2='GPT-2',
-        moep='MoEP, `switch`',
-        entropy='MoEP, `entropy`',
-        printed='MoEP, `printed`',
-        none='MoEP, no balance loss',
-        weight02='MoEP, `switch` with weight 0.2',
-        swiglu='MoEP-SwiGLU, `switch`',
-        swiglu_no_norm='MoEP-SwiGLU, no norm before its experts'),
-    moep_controls=dict(
-        gpt2='none: GPT-2',
-        single='one block of full width, no router',
-        top4='4 of 4 narrow blocks',
-        moep='2 of 4 narrow blocks: MoEP',
-        stride384='the same, a window every 384 tokens'),
-    papaformer={
-        f'{phase}-{kind}{suffix}': name + text
-        for phase in ('stories', 'both')
-        for kind, name in PAPAFORMER.items()
-        for suffix, text in AUX.items()},
-    moduleformer={
-        'base': 'ModuleFormer',
-        'base-dense': 'dense',
-        'ibm': "ModuleFormer, modules start as in IBM's release",
-        'joint-full': 'ModuleFormer, fully tuned',
-        'joint-insert': 'ModuleFormer, inserted',
-        'joint-dense': 'dense, fully tuned',
-        'joint-lora': 'dense, LoRA 32, embedding and head',
-        'life-full': 'ModuleFormer, fully tuned',
-        **{f'life-insert{w}': f'ModuleFormer, inserted, `rout_reg` {w:g}'
-           for w in (0.0, 0.25, 0.5, 1.0)},
-        'life-dense': 'dense, fully tuned',
-        'life-lora8': 'dense, LoRA 8',
-        'life-lora32': 'dense, LoRA 32',
-        **{f'math{w}': f'concentration {w:g}' for w in (0.0, 0.001, 0.01)},
-        **{f'first{t}': f'{t:g}' for t in (0.2, 0.5, 1.0)}},
-    stlm={
-        'baseline': '`baseline.py`',
-        'shared-ffn': '`--share=ffn`',
-        'ffn-5': '`--share=ffn --share_group=5`',
-        'ffn-2': '`--share=ffn --share_group=2`',
-        'shared-ffn-lora': '`--share=ffn --lora_rank=16`',
-        'shared-all': '`--share=all`',
-        'all-5': '`--share=all --share_group=5`',
-        'all-2': '`--share=all --share_group=2`',
-        'all-lora': '`--share=all --lora_rank=16`',
-        'bytes-causal': '`bytes_causal.py`',
-        'one-causal': 'the same, one vector for all slots',
-        'bytes-parallel': '`bytes_causal.py --decoder=parallel`',
-        'one-parallel': 'the same, one vector for all slots'},
-    stlm_depth={
-        'exit-none': 'plain, 10 layers',
-        'depth-dense6': 'plain, 6 layers',
-        'depth': '`depth.py`: mixture of depths, 10 layers',
-        'depth-18': '`depth.py --n_layer=18`',
-        'exit': '`exit.py`: early exit, 10 layers'},
-    stlm_math={
-        'math': '`math.py`',
-        'math-pauses': '`--data=openmath_pauses --block_size=544`: ten pauses',
-        'math-thoughts': '`math_thoughts.py`: sentences'})
 
 
 # ---- Reading ------------------------------------------------------------------------------------
-
 
 def read(name):
     """The rows of a file. A line `about` says how they were measured."""
@@ -121,8 +47,14 @@ def finished():
     return group([row for row in read('moep') if row['blimp']], 'run')
 
 
-# ---- Cells --------------------------------------------------------------------------------------
+def scores(seeds, key='loss', data=None, at=-1):
+    """Of one evaluation, by default the last, on one data set or the only one: of each seed"""
+    sets = [run['evaluations'][at]['val'] for run in seeds]
+    data = data or next(iter(sets[0]))
+    return [scores.get(data, {}).get(key) for scores in sets]
 
+
+# ---- Cells --------------------------------------------------------------------------------------
 
 def join(*cells):
     return ' | '.join(map(str, cells))
@@ -143,52 +75,36 @@ def millions(count):
     return f'{count / 1e6:.{1 if count >= 1e7 else 2}f}M'
 
 
-def val(seeds, key='loss', data=None, at=-1):
-    """A validation score of one evaluation, by default the last, on one data set or the only one"""
-    scores = [run['evaluations'][at]['val'] for run in seeds]
-    data = data or next(iter(scores[0]))
-    return spread([score.get(data, {}).get(key) for score in scores], 3)
+def val(seeds, *args, **keys):
+    return spread(scores(seeds, *args, **keys), 3)
 
 
-def blimp(seeds, mode='harness'):
+def blimp(seeds):
     """Full BLiMP of the last checkpoint"""
-    curves = [run['blimp'].get(f'{mode} full') for run in seeds]
+    curves = [run['blimp'].get('harness full') for run in seeds]
     return spread([curve[-1][1] for curve in curves if curve], 1)
 
 
-def loss_at(step):
-    """A column: the validation loss, and the number of seeds that got so far"""
-    def cell(seeds):
-        evaluations = [e for run in seeds for e in run['evaluations'] if e['iter'] == step]
-        losses = [e['val']['babylm']['loss'] for e in evaluations]
-        return f'{spread(losses, 3)} ({len(losses)})'
-    return cell
-
-
-# layers with attention over all tokens; a routed one sees 1/8 of them: (1/8)^2 of the products
-ATTENTION_LAYERS = {'depth-dense6': 6, 'depth': 5 + 5 / 64, 'depth-18': 9 + 9 / 64}
+def loss_at(step, seeds):
+    """The validation loss, and the number of seeds that got so far"""
+    losses = [evaluation['val']['babylm']['loss'] for run in seeds
+              for evaluation in run['evaluations'] if evaluation['iter'] == step]
+    return f'{spread(losses, 3)} ({len(losses)})'
 
 
 def flops(seeds):
     """Training FLOPs per token, in millions: 6 per active parameter, and attention over 512 tokens
     of width 512, at their mean position, in each layer"""
+    # a routed layer's attention sees 1/8 of all tokens: (1/8)^2 of the products
+    layers = {'depth-dense6': 6, 'depth': 5 + 5 / 64, 'depth-18': 9 + 9 / 64}
     kind = seeds[0]['run']
-    layers = ATTENTION_LAYERS.get(kind, 10)
-    count = f"{(6 * seeds[0]['active'] + 6 * layers * 512 * 512) / 1e6:.0f}M"
-    return f'{count} and 154M for one more head' if kind == 'exit' else count
+    count = 6 * seeds[0]['active'] + 6 * layers.get(kind, 10) * 512 * 512
+    return f'{count / 1e6:.0f}M' + ' and 154M for one more head' * (kind == 'exit')
 
 
-def rate(seeds):
-    """Tokens per second in training, alone on the GPU"""
-    tokens = seeds[0].get('tokens_per_s_alone')
-    return f'{tokens / 1e3:.0f}K' if tokens else '-'
-
-
-def bits(seeds, choose):
-    """One of all the bits per byte of a run"""
-    curves = [[e['val']['simplewiki']['bits_per_byte'] for e in run['evaluations']]
-              for run in seeds]
-    return spread(map(choose, curves), 3)
+def lowest_bits(seeds):
+    return spread([min(evaluation['val']['simplewiki']['bits_per_byte']
+                       for evaluation in run['evaluations']) for run in seeds], 3)
 
 
 COLUMNS = {                      # {header: cell made from the seeds of a run}
@@ -200,17 +116,17 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'val loss': val,
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
-    **{f'val loss at step {step:,}': loss_at(step) for step in (6000, 16000, 18303)},
+    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (6000, 16000, 18303)},
     'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
-    'bits per byte, lowest': lambda seeds: bits(seeds, min),
-    'at the end': lambda seeds: bits(seeds, lambda curve: curve[-1]),
+    'bits per byte, lowest': lowest_bits,
+    'at the end': lambda seeds: val(seeds, 'bits_per_byte'),
     'BLiMP': blimp,
     'BLiMP, `harness`': blimp,
     'unused choices, of 48': lambda seeds: ', '.join(
         str(run['evaluations'][-1]['unused'][0]) for run in seeds
         if 'unused' in run['evaluations'][-1]),
     'FLOPs per token, training': flops,
-    'tokens/s': rate,
+    'tokens/s': lambda seeds: f"{seeds[0]['tokens_per_s_alone'] / 1e3:.0f}K",
     'exact answers, of 589, each seed': lambda seeds: ', '.join(
         str(run['answers']['right']) for run in seeds),
     'training loss, mean of ten of the last 300 steps': lambda seeds: spread(
@@ -234,6 +150,11 @@ RUNS = dict(                     # {table: (file, start of the runs' names, head
                        'training loss, mean of ten of the last 300 steps'))
 
 
+def named(kinds):
+    """The `name` in its rows, and the seeds of each run"""
+    return [(seeds[0].get('name', kind), seeds) for kind, seeds in kinds.items()]
+
+
 def table(header, groups):
     """groups: (first cell, the seeds of a run)"""
     yield header
@@ -241,12 +162,7 @@ def table(header, groups):
         yield join(name, *(COLUMNS[column](seeds) for column in header.split(' | ')[1:]))
 
 
-def named(kinds, names):
-    return [(names.get(kind, kind), seeds) for kind, seeds in kinds.items()]
-
-
 # ---- MoEP ---------------------------------------------------------------------------------------
-
 
 def headline():
     """At the paper's learning rate and at the arena's, which was the best of three for both."""
@@ -265,12 +181,16 @@ def headline():
 
 def moep():
     return table('model and balance loss | seeds | val loss | BLiMP | unused choices, of 48',
-                 named(finished(), NAMES['moep']))
+                 named(finished()))
 
 
 def moep_controls():
     kinds = runs('moep_controls') | runs('moep')
-    groups = [(name, kinds[kind]) for kind, name in NAMES['moep_controls'].items()]
+    groups = [('none: GPT-2', kinds['gpt2']),
+              ('one block of full width, no router', kinds['single']),
+              ('4 of 4 narrow blocks', kinds['top4']),
+              ('2 of 4 narrow blocks: MoEP', kinds['moep']),
+              ('the same, a window every 384 tokens', kinds['stride384'])]
     return table('parallel layers | parameters, active | val loss at step 6,000 | '
                  'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness`', groups)
 
@@ -284,41 +204,33 @@ PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG, rea
 def moep_tasks():
     yield ('| seeds | BLiMP | supplement | mean of both | Entity Tracking | WUG, mean times 100 | '
            'reading: eyes | self-paced')
-    tasks = {                    # tasks to average, digits, factor
-        ('blimp_filtered',): (1, 1),
-        ('supplement_filtered',): (1, 1),
-        ('blimp_filtered', 'supplement_filtered'): (1, 1),
-        ('entity_tracking',): (1, 1),
-        ('wug_adj_nominalization', 'wug_past_tense'): (1, 100),
-        ('eye tracking',): (2, 1),
-        ('self-paced reading',): (2, 1)}
+    blimp, supplement = 'blimp_filtered', 'supplement_filtered'
+    kinds = runs('babylm2025')
     for kind, (name, both, entity, wug, reading) in PAPER_TABLE_1.items():
-        seeds = [row for row in read('babylm2025') if row['run'] == kind]
-        cells = []
-        for keys, (digits, factor) in tasks.items():
-            means = [factor * statistics.mean(run[key] for key in keys) for run in seeds]
-            cells.append(spread(means, digits))
-        if seeds:
-            yield join(name, len(seeds), *cells)
+        if seeds := kinds.get(kind):
+            def cell(*tasks, digits=1, factor=1):
+                means = [factor * statistics.mean(run[task] for task in tasks) for run in seeds]
+                return spread(means, digits)
+            yield join(name, len(seeds), cell(blimp), cell(supplement), cell(blimp, supplement),
+                       cell('entity_tracking'),
+                       cell('wug_adj_nominalization', 'wug_past_tense', factor=100),
+                       cell('eye tracking', digits=2), cell('self-paced reading', digits=2))
         yield join(f'{name}, the paper', 1, '', '', both, entity, wug,
                    f'{reading} (mean)', '')
 
 
-# ---- GLUE ---------------------------------------------------------------------------------------
-
+# ---- GLUE and Self-MoE --------------------------------------------------------------------------
 
 def glue():
     tuned = {(row['run'], row['task']): row for row in read('glue')}
     yield 'task, metric | train, valid | majority | GPT-2 | MoEP'
-    for task, name in GLUE.items():
-        metric = dict(cola='Matthews', mrpc='F1').get(task, 'accuracy')
+    for name, metric in (('SST-2', 'accuracy'), ('CoLA', 'Matthews'), ('MRPC', 'F1'),
+                         ('RTE', 'accuracy'), ('WSC', 'accuracy')):
+        task = name.lower().replace('-', '')
         models = [tuned[f'{run}_42', task] for run in ('gpt2', 'moep')]
         yield join(f'{name}, {metric}', f"{models[0]['train']:,}, {models[0]['valid']:,}",
                    f"{models[0]['majority'][metric]:.2f}",
                    *(spread([seed[metric] for seed in row['seeds'].values()], 2) for row in models))
-
-
-# ---- Self-MoE -----------------------------------------------------------------------------------
 
 
 def gates(corpus):
@@ -341,29 +253,25 @@ def selfmoe():
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
-
 def methods(how):
     """The ways to learn math, jointly or alone: before, and after with the change"""
-    kinds = runs('moduleformer', how)
-    names = NAMES['moduleformer']
+    kinds, bases = runs('moduleformer', how), runs('moduleformer', 'base')
     sets = ('babylm', 'openmath_babylm')
-
-    def loss(kind, data, at):
-        return statistics.mean(run['evaluations'][at]['val'][data]['loss'] for run in kinds[kind])
-
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
-    for kind, base in ((f'{how}-full', 'base'), (f'{how}-dense', 'base-dense')):
-        trained_on = [run['seed'] for run in kinds[kind]]
-        started = [run for run in runs('moduleformer')[base] if run['seed'] in trained_on]
-        before = [val(kinds[kind], data=data, at=0) for data in sets]
-        yield f'before, {names[base]} | | {join(*before, blimp(started))}'
-    for kind, seeds in kinds.items():
-        start = f'{how}-full' if 'ModuleFormer' in names[kind] else f'{how}-dense'
+    for way, base in (('full', 'base'), ('dense', 'base-dense')):
+        seeds = kinds[f'{how}-{way}']
+        started = [run for run in bases[base] if run['seed'] in {run['seed'] for run in seeds}]
+        before = [val(seeds, data=data, at=0) for data in sets]
+        yield f"before, {started[0]['name']} | | {join(*before, blimp(started))}"
+    for seeds in kinds.values():
+        name = seeds[0]['name']
+        started = kinds[f'{how}-full' if 'ModuleFormer' in name else f'{how}-dense']
         cells = []
         for data in sets:
-            change = loss(kind, data, -1) - loss(start, data, 0)
+            change = (statistics.mean(scores(seeds, data=data))
+                      - statistics.mean(scores(started, data=data, at=0)))
             cells.append(f'{val(seeds, data=data)} ({change:+.2f})')
-        yield join(names[kind], f"{seeds[0]['trained'] / 1e6:.2f}M", *cells, blimp(seeds))
+        yield join(name, f"{seeds[0]['trained'] / 1e6:.2f}M", *cells, blimp(seeds))
 
 
 moduleformer_joint = partial(methods, 'joint')
@@ -371,18 +279,16 @@ moduleformer_life = partial(methods, 'life')
 
 
 def moduleformer_prune():
-    kinds = runs('moduleformer', 'math')
-    yield join('threshold',
-               *(f"{NAMES['moduleformer'][kind]}: modules left, loss" for kind in kinds))
-    first = next(iter(kinds.values()))[0]['prune']['rows']
-    for i, threshold in enumerate(row['threshold'] for row in first):
-        if threshold in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
+    kinds = [*runs('moduleformer', 'math').values()]
+    yield join('threshold', *(f"{seeds[0]['name']}: modules left, loss" for seeds in kinds))
+    for i, row in enumerate(kinds[0][0]['prune']['rows']):
+        if row['threshold'] in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
             cells = []
-            for seeds in kinds.values():
+            for seeds in kinds:
                 pruned = [run['prune']['rows'][i] for run in seeds]
                 left = spread([100 * row['modules'] for row in pruned], 0)
                 cells.append(f"{left}%, {spread([row['loss'] for row in pruned], 3)}")
-            yield join(f'{threshold:g}', *cells)
+            yield join(f"{row['threshold']:g}", *cells)
 
 
 def modules(run):
@@ -392,13 +298,12 @@ def modules(run):
 def moduleformer_first():
     yield ('threshold | modules left, by seed | parameters, by seed | '
            'val loss, the whole validation set')
-    seeds = runs('moduleformer')['math0.0']
-    yield join('not pruned', '100%', millions(seeds[0]['parameters']), val(seeds))
-    all_modules = modules(seeds[0])
-    for kind, seeds in runs('moduleformer', 'first').items():
-        left = ', '.join(f'{modules(run) / all_modules:.0%}' for run in seeds)
+    whole = runs('moduleformer')['math0.0']
+    yield join('not pruned', '100%', millions(whole[0]['parameters']), val(whole))
+    for seeds in runs('moduleformer', 'first').values():
+        left = ', '.join(f'{modules(run) / modules(whole[0]):.0%}' for run in seeds)
         sizes = ', '.join(millions(run['parameters']) for run in seeds)
-        yield join(NAMES['moduleformer'][kind], left, sizes, val(seeds))
+        yield join(seeds[0]['name'], left, sizes, val(seeds))
 
 
 # ---- The arena ----------------------------------------------------------------------------------
@@ -508,7 +413,7 @@ def lines_of(name):
         return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
-        return table(header, named(runs(file, prefix), NAMES.get(file, {})))
+        return table(header, named(runs(file, prefix)))
     if name in globals():
         return globals()[name]()
     rows = read(name)

@@ -8,7 +8,8 @@ Compare runs: a table, and the curves in one page.
 It reads only log.jsonl, also while a run trains. Runs that differ in nothing but the seed share a
 column: mean ± standard deviation. Name the folder that `train.py --seeds=1,2,3` made, or each run.
 Each column is tested against the first (Welch, two-sided) if all last evaluations are at the same
-step; "better" and "worse" need p < 0.01. Bits per byte are tested where tokenizers differ.
+step; "better" and "worse" need p < 0.01. Bits per byte are tested where tokenizers differ. If the
+runs of both have the same seeds, each with the same init_from, the test is the paired one.
 
 A choice (block, expert, module) is unused if it got less than 1% of its layer's picks at the last
 evaluation. Effective choices: exp(entropy of the shares), 1 if one gets all. FLOPs, on the page:
@@ -17,6 +18,7 @@ evaluation. Effective choices: exp(entropy of the shares), 1 if one gets all. FL
 
 import json
 import math
+import re
 import statistics
 import time
 from collections import Counter
@@ -160,13 +162,15 @@ def make_cells(about, last, steps, evals, aux):
 
 
 def group_seeds(runs):
-    """The columns of the table: a run, or runs that differ in nothing but the seed. A seed that
-    comes again is in a column of its own."""
+    """The columns of the table: a run, or runs that differ in nothing but the seed, also where it
+    ends the name of their start. A seed that comes again is in a column of its own."""
     groups, seen = {}, Counter()
     for run in runs:
         settings = dict(run['cells'][DIFFER], commit=None)
-        seen[str(settings)] += 1
-        groups.setdefault((seen[str(settings)], str(settings | {'seed': None})), []).append(run)
+        number = seen[str(settings)] = seen[str(settings)] + 1
+        seed, start = run['start'] = settings.get('seed'), settings.get('init_from', 'None')
+        settings |= dict(seed=None, init_from=re.sub(rf'_{seed}\b', '_', start))     # out/base_1
+        groups.setdefault((number, str(settings)), []).append(run)
     columns = []
     for group in groups.values():
         first = group[0]
@@ -176,7 +180,7 @@ def group_seeds(runs):
         cells = {section: {label: join([run['cells'][section].get(label, '-') for run in group])
                            for label in first['cells'][section]} for section in first['cells']}
         cells[DIFFER]['seed'] = ', '.join(run['cells'][DIFFER].get('seed', '-') for run in group)
-        scores = {name: [run['scores'].get(name, (math.nan,) * 3) for run in group]
+        scores = {name: {run['start']: run['scores'].get(name, (math.nan,) * 3) for run in group}
                   for name in first['scores']}
         for run in group:
             run['group'] = len(columns)                  # they share a colour
@@ -198,20 +202,26 @@ def join(texts):
 
 
 def difference(ours, theirs):
-    """For each seed (loss, bits per byte, step) -> the gap between the means, and a test of it."""
-    steps = sorted({step for *_, step in ours + theirs})
-    ratios = [bits / loss for loss, bits, _ in ours + theirs]
+    """{(seed, init_from): (loss, bits per byte, step)} -> the gap between the means, and a test of
+    it: if both have the same starts, of the differences against 0, which is the paired one."""
+    scores = [*ours.values(), *theirs.values()]
+    steps = sorted({step for *_, step in scores})
+    ratios = [bits / loss for loss, bits, _ in scores]
     if not all(map(math.isfinite, ratios)):
         return '-', 'not tested: a loss is missing or nan'
     if len(steps) > 1:
         return '-', f"not tested: the last evaluations are at steps {', '.join(map(str, steps))}"
     bits = max(ratios) > 1.001 * min(ratios)             # their tokenizers differ
-    ours, theirs = ([score[bits] for score in scores] for scores in (ours, theirs))
+    paired = ours.keys() == theirs.keys() and all(start != 'None' for _, start in ours)
+    if paired:
+        ours, theirs = [ours[key][bits] - theirs[key][bits] for key in ours], [0.0] * len(ours)
+    else:
+        ours, theirs = ([score[bits] for score in scores.values()] for scores in (ours, theirs))
     gap, unit = statistics.mean(ours) - statistics.mean(theirs), ' bits/byte' * bits
     word, _, p = verdict(ours, theirs).partition(', ')
     if p:
         half = interval(ours, theirs)
-        p = f', 95% interval {gap - half:+.4f} to {gap + half:+.4f}, {p}'
+        p = f', 95% interval {gap - half:+.4f} to {gap + half:+.4f}, {p}' + ', paired' * paired
     return f'{gap:+.4f}{unit}', f'{word}, {gap:+.4f}{unit}{p}'
 
 

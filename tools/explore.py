@@ -23,7 +23,7 @@ from plumbing.bins import load_bin, val_batches
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, new_file, reading, run_main
 from plumbing.machine import Machine
-from plumbing.tokenizer import load_tokenizer
+from plumbing.tokenizer import shared_tokenizer
 from tools.live import write_live
 
 CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
@@ -110,16 +110,11 @@ def describe_layer(gate, ids, classes, sets):
 def validation_parts(ckpt, tokenizer, n):
     """[(data set, its first validation tokens)], together n."""
     s = ckpt['settings']
-    names = (s['eval_data'] or s['data']).split(',')
+    folders = [Path(s['data_dir'], name) for name in (s['eval_data'] or s['data']).split(',')]
+    shared_tokenizer(Path(ckpt['folder']), *folders)
     slots = len(tokenizer.end)
-    size = max(1, n // len(names) // slots) * slots      # full chunks of bytes
-    parts = []
-    for name in names:
-        folder = Path(s['data_dir'], name)
-        if load_tokenizer(folder).hash != tokenizer.hash:
-            raise UserError(f'{folder} has another tokenizer than the run')
-        parts.append((name, load_bin(folder, 'val')[:size]))
-    return parts
+    size = max(1, n // len(folders) // slots) * slots    # full chunks of bytes
+    return [(folder.name, load_bin(folder, 'val')[:size]) for folder in folders]
 
 
 def text_parts(args, tokenizer):
@@ -131,9 +126,8 @@ def text_parts(args, tokenizer):
     if not text:
         return []
     ids = [*tokenizer.end, *tokenizer.encode(text[:50 * args.tokens])]
-    slots = len(tokenizer.end)
-    ids = ids[:args.tokens // slots * slots]             # full chunks of bytes
-    return [('', np.array(ids, tokenizer.dtype))]
+    size = args.tokens // len(tokenizer.end) * len(tokenizer.end)        # full chunks of bytes
+    return [('', np.array(ids[:size], tokenizer.dtype))]
 
 
 def look(model, x):
@@ -217,7 +211,7 @@ def describe_run(path, args, machine):
         sets=[name for name, _ in parts], texts=texts, eot=tokenizer.eot)
 
 
-def read_arguments():
+def main():
     parser = Parser(__doc__)
     parser.add_argument('runs', nargs='+', help='run folders or checkpoints, to show side by side')
     text = parser.add_mutually_exclusive_group()
@@ -229,11 +223,7 @@ def read_arguments():
                         help='a page that runs the model: type, and knock blocks out')
     parser.add_argument('--out', help="the page; if not given, in the first run's folder")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
-    return parser.parse_args()
-
-
-def main():
-    args = read_arguments()
+    args = parser.parse_args()
     if args.live:
         if len(args.runs) > 1 or args.text:
             raise UserError('--live shows one run; its reader types the text, which may begin with '

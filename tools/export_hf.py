@@ -223,47 +223,22 @@ def model_card(model, ckpt, architecture):
     """README.md of the folder."""
     total, active = model.count_params()
     summary = (import_model(ckpt['model']).__doc__ or '').strip().split('\n')[0]
-    base = ckpt.get('base')
-    history = f"\nTrained for {ckpt['iter']:,} steps on {ckpt['words']:,.0f} words of " \
-        f"`{ckpt['settings']['data']}`." if ckpt['iter'] else ''
+    base, history, code, files = ckpt.get('base'), '', '', ''
     if base:
-        history = f"\nIt began as {base['base_model']}, whose licence holds.{history}"
-    file = ckpt['model'].removeprefix('arena.')
-    return CARD.format(
+        history += f"\nIt began as {base['base_model']}, whose licence holds."
+    if ckpt['iter']:
+        history += f"\nTrained for {ckpt['iter']:,} steps on {ckpt['words']:,.0f} words of " \
+            f"`{ckpt['settings']['data']}`."
+    if not architecture:
+        code = ', trust_remote_code=True'
+        file = ckpt['model'].removeprefix('arena.')
+        files = f'\n`{file}.py` is the model, in one file that you can read. ' \
+            '`modeling_nanopaths.py` is a thin wrapper.\nBoth files are MIT.\n'
+    return (ROOT / 'tools/model_card.md').read_text(encoding='utf-8').format(
         title=Path(ckpt['folder']).name, summary=f'A {architecture}.' if architecture else summary,
         base='\n'.join(f'{key}: {v}' for key, v in (base or dict(license='mit')).items()),
-        total=total, active=active, context=model.config.block_size, history=history,
-        code='' if architecture else ', trust_remote_code=True',
-        files='' if architecture else FILES.format(file=file))
-
-
-CARD = """---
-{base}
-library_name: transformers
-pipeline_tag: text-generation
-tags: [nanopaths]
----
-
-# {title}
-
-{summary}
-
-{total:,} parameters, {active:,} active per token; a context of {context:,} tokens.{history}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(FOLDER{code})
-tokenizer = AutoTokenizer.from_pretrained(FOLDER{code})
-ids = tokenizer('Once upon a time', return_tensors='pt')
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
-```
-{files}
-The text that the model was trained on has a licence of its own.
-"""
-FILES = """
-`{file}.py` is the model, in one file that you can read. `modeling_nanopaths.py` is a thin wrapper.
-Both files are MIT.
-"""
+        total=total, active=active, context=model.config.block_size, history=history, code=code,
+        files=files)
 
 
 # ---- Whether it is the same model ---------------------------------------------------------------

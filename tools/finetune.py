@@ -141,11 +141,11 @@ def predict(classifier, data, machine):
 def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
     """One run per seed -> everything that --json writes of a task."""
     task = TASKS[name]
-    seeds = args.seeds or task.seeds
     limit = min(args.length, base.config.block_size // len(tokenizer.end))
     train = Examples(*train_set, tokenizer, limit, machine.device)
     valid = Examples(*valid_set, tokenizer, limit, machine.device)
-    runs = [fit(base, task, train, valid, seed, args, machine) for seed in seeds]
+    runs = [fit(base, task, train, valid, seed, args, machine)
+            for seed in args.seeds or task.seeds]
     values = {metric: [run['scores'][metric] for run in runs] for metric in task.metrics}
     std = statistics.stdev if len(runs) > 1 else lambda values: None
     return dict(task=name, train=len(train.lengths), valid=len(valid.lengths), limit=limit,
@@ -208,11 +208,12 @@ def choose_tasks(wanted, folder):
         if name not in TASKS:
             raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
         files = find_files(folder, name)
-        missing = ' and no '.join(split for split, paths in files.items() if not paths)
-        if missing and (wanted != 'all' or any(files.values())):
-            raise UserError(f'{folder} holds no {missing} file of {name}; see --help')
-        if not missing:
-            tasks[name] = files
+        if wanted == 'all' and not any(files.values()):
+            continue
+        if missing := [split for split, paths in files.items() if not paths]:
+            raise UserError(f"{folder} holds no {' and no '.join(missing)} file of {name}; see "
+                            '--help')
+        tasks[name] = files
     if not tasks:
         raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
                         'rte.valid.jsonl')
@@ -320,7 +321,7 @@ def show(task, train, valid, majority, mean, spread, runs, **_):
               f'{len(runs):7}{epoch:7.1f}{train:9,}{valid:8,}{minutes:9.1f}', flush=True)
 
 
-def read_arguments():
+def main():
     parser = Parser(__doc__)
     parser.add_argument('run', help='a run folder (out/moep) or one of its checkpoints')
     parser.add_argument('--task', default='all', help=f"all, or some of {','.join(TASKS)}")
@@ -340,11 +341,7 @@ def read_arguments():
                         help='cut texts to this many tokens (at most block_size)')
     parser.add_argument('--json', type=Path, help="write every epoch's scores to this file")
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
-    return parser.parse_args()
-
-
-def main():
-    args = read_arguments()
+    args = parser.parse_args()
     machine = Machine(args.device)
     if args.data == Path('data/toy_glue'):
         make_missing_toys([args.data.name], args.data.parent)

@@ -20,7 +20,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from plumbing.checkpoint import copy_model, write_checkpoint
@@ -29,9 +28,6 @@ from plumbing.hf import byte_letters, hf_tokenizer
 from plumbing.settings import Settings, import_model, make_config
 from plumbing.tokenizer import EOT, choose_tokenizer, rank_tokenizer, ranks_blob
 
-# safetensors' names: as numpy maps the bytes, as torch reads them
-DTYPES = dict(F32=('float32', torch.float32), F16=('float16', torch.float16),
-              BF16=('int16', torch.bfloat16))
 # What is downloaded: not Mistral's consolidated.safetensors, for instance
 FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
 # For models that have SentencePiece's tokenizer.model alone
@@ -78,28 +74,19 @@ def find_shards(folder):
 
 def read_tensors(folder):
     """{name: tensor}, without the prefix that some files have. Each is mapped from its file: it
-    takes no memory until it is read. A .safetensors file is the length of a header (8 bytes), the
-    header (JSON), and raw numbers."""
+    takes no memory until it is read."""
+    from safetensors.torch import load_file
     tensors = {}
     for path in find_shards(folder):
-        with reading(path), open(path, 'rb') as file:
-            size = int.from_bytes(file.read(8), 'little')
-            if size > path.stat().st_size:
-                raise UserError(f'{path} holds no weights; if it is a pointer of git-lfs, get '
-                                'them: git lfs pull')
-            header = json.loads(file.read(size))
-            header.pop('__metadata__', None)
-            for name, entry in header.items():
-                if re.search(BUFFERS, name):
-                    continue
-                if entry['dtype'] not in DTYPES:
-                    raise UserError(f"{name} is {entry['dtype']}; only {', '.join(DTYPES)} can be "
-                                    'read')
-                as_numpy, as_torch = DTYPES[entry['dtype']]
-                first = 8 + size + entry['data_offsets'][0]
-                numbers = np.memmap(path, as_numpy, 'c', first, tuple(entry['shape']))
-                name = re.sub(r'^(transformer|model)\.', '', name)
-                tensors[name] = torch.from_numpy(numbers).view(as_torch)
+        with reading(path):
+            if path.stat().st_size < 1000 and path.read_bytes().startswith(b'version'):
+                raise UserError(f'{path} is a pointer of git-lfs: get the weights: git lfs pull')
+            for name, tensor in load_file(path).items():
+                if not re.search(BUFFERS, name):
+                    tensors[re.sub(r'^(transformer|model)\.', '', name)] = tensor
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UserError(f'{name} is {tensor.dtype}, not float32, float16 or bfloat16')
     return tensors
 
 

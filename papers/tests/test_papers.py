@@ -14,7 +14,7 @@ import stlm
 import test_papaformer as papaformers
 from moduleformer import count_usage, prune_experts
 from oracles import tokens
-from papers import depth, eval_length, exact_answer, passes, path_usage
+from papers import depth, eval_length, exact_answer, passes, path_usage, prune_curve
 from papers.exact_answer import complete, last_number, read_problems
 from plumbing.bins import load_bin, val_batches
 from plumbing.checkpoint import data_folders, load_checkpoint
@@ -194,10 +194,11 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
 
 # ---- prune_curve --------------------------------------------------------------------------------
 
-def test_pruned_and_scored_by_hand(run, smoke, tmp_path):
+def test_pruned_and_scored_by_hand(run, smoke, tmp_path, monkeypatch):
     """Counted on one half of val.bin, scored on the other"""
     out = smoke('config/moduleformer.py')
-    run('papers.prune_curve', out, '--thresholds', 0, 0.9, f'--json={tmp_path}/c.json', here=True)
+    monkeypatch.setattr(prune_curve, 'THRESHOLDS', [0, 0.9])
+    run('papers.prune_curve', out, f'--json={tmp_path}/c.json', here=True)
     rows = json.loads((tmp_path / 'c.json').read_text())['rows']
     model, ckpt = load_checkpoint(out)
     tokens = load_bin(*data_folders(ckpt), 'val')
@@ -228,7 +229,7 @@ def tiny_moduleformer():
 def test_loss_by_position_one_token_at_a_time():
     model = tiny_moduleformer()
     tokens = torch.randint(50, (70,)).short()
-    losses = eval_length.loss_by_position(model, tokens, 20, 9, 4, Machine('cpu'))
+    losses = eval_length.loss_by_position(model, tokens, 20, 9, Machine('cpu'))
     windows = [tokens[start:start + 21].long() for start in range(0, 50, 9)]
     for t in (0, 1, 7, 8, 19):                           # one token, given all before it
         with torch.no_grad():
@@ -243,7 +244,7 @@ def test_with_memory():
     tokens = torch.randint(50, (60,)).short()
 
     def losses(**keys):
-        return eval_length.loss_by_position(model, tokens, 24, 35, 4, Machine('cpu'), **keys)
+        return eval_length.loss_by_position(model, tokens, 24, 35, Machine('cpu'), **keys)
     at_once, (none, few, many) = losses(), (losses(segment=8, memory=n) for n in (0, 4, 100))
     torch.testing.assert_close(many, at_once)            # the memory holds all that came before
     torch.testing.assert_close(few[:8], at_once[:8])     # nothing came before the first segment
@@ -303,5 +304,5 @@ def test_all_drafts_are_kept():
     for layer in model.layers[1:]:
         layer.proj.weight.data.zero_()
         layer.down.weight.data.zero_()
-    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1, 3)
+    texts, _, kept = depth.decode(model, torch.randint(37, (2, 4)), 10, 1)
     assert texts.shape == (2, 14) and kept == 1

@@ -182,3 +182,15 @@ def test_what_is_not_compared_as_usual(call, tmp_path, other, wanted):
         write_log(tmp_path / f'a{seed}', start(n=1, seed=seed), evaluation(1, loss))
         write_log(tmp_path / f'b{seed}', start(n=2, seed=seed), other)
     assert wanted in call('a0', 'a1', 'b0', 'b1')
+
+
+def test_runs_that_share_a_start_are_compared_in_pairs(call, tmp_path):
+    """Here each seed has a start of its own."""
+    for seed, a, b in ((1, 1.0, 1.5), (2, 2.0, 2.4), (3, 3.0, 3.6)):
+        for name, n, loss in (('a', 1, a), ('b', 2, b)):
+            begin = start(n=n, seed=seed, init_from=f'out/base_{seed}')
+            write_log(tmp_path / f'{name}{seed}', begin, evaluation(1, loss))
+    text = call('a1', 'a2', 'a3', 'b3', 'b1', 'b2')
+    assert ('b3, 3 seeds against a1, 3 seeds on toy: no clear difference, +0.5000, 95% interval '
+            '+0.2516 to +0.7484, p = 0.0131 (clear: below 0.01), paired\n') in text     # ttest_rel
+    assert 'paired' not in call('a1', 'a2', 'b1', 'b3')
