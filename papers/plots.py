@@ -325,7 +325,8 @@ def passes():
     axis.text(0.97, 0.92, 'routed is better', fontsize=24, ha='right', transform=axis.transAxes)
     axis.text(0.03, 0.05, 'dense is better', fontsize=24, transform=axis.transAxes)
     axis.text(3.0, -0.07, 'equal FLOPs,\nno choices dropped', ha='right')
-    axis.text(1.25, -0.0125, 'equal time, choices\ndropped from 5 passes\non; at 20 one seed', color=ROUTED)
+    axis.text(1.25, -0.0125, 'equal time, choices\ndropped from 5 passes\non; at 20 one seed',
+              color=ROUTED)
     axis.text(0.36, -0.0085, 'equal time,\nPython files', color=SHARED)
     axis.set_yscale('symlog', linthresh=0.02)            # near 0 as it is, further away by powers
     axis.set(xlabel='passes over the text, and its tokens; 50M are read in all', xscale='log',
