@@ -11,6 +11,7 @@ import torch
 
 import plumbing.tokenizer as tokenizers
 import stlm
+import test_contract
 from oracles import attention, compare, rms, swiglu
 from plumbing.bins import val_batches
 from plumbing.bpe import train_bpe
@@ -18,26 +19,18 @@ from plumbing.tokenizer import SENTENCES
 from stlm import STLM, STLMConfig
 from test_contract import assert_one_graph, compile_and_record, pair
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
-             ffn_hidden=8, dropout=0.0)
-BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2,
-             byte_head=2)
+SMALL = dict(block_size=16, n_layer=3, n_head=4, n_kv_head=2, ffn_hidden=8)
+BYTES = dict(SMALL, n_layer=2, byte_layer=2)
 SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
           dict(share='all', lora_rank=3, n_kv_head=4), dict(share='ffn', share_group=2),
           dict(share='all', share_group=2, lora_rank=2)]  # of three layers: groups of two and one
 
 
-def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
-    """A small model whose gains, adapters and positions matter. With byte_limit or decoder:
-    byte-level."""
-    torch.manual_seed(seed)
-    byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
-    model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
-            p.add_((0.4 if joint else scale) * torch.randn_like(p))
-    return model
+def make(**changes):
+    """A small model in training mode. With byte_limit or decoder: byte-level."""
+    is_bytes = {'byte_limit', 'decoder'} & {*changes}
+    name, sizes = ('stlm_bytes', BYTES) if is_bytes else ('stlm', SMALL)
+    return test_contract.make(name, **{**sizes, **changes}).train()
 
 
 # ---- The slow version ----------------------------------------------------------------------------
