@@ -16,6 +16,7 @@ import torch
 import moduleformer
 from conftest import ROOT
 from moduleformer import ModuleFormer, ModuleFormerConfig, break_stick
+from oracles import with_gradients
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs Triton')
@@ -32,13 +33,6 @@ def inputs(B, H, T, K, past, d, dtype, size=1.0, device='cpu'):
     kv = torch.randn(B, past + T, 2, H, d, generator=generator) * size
     k, v = kv.to(device, dtype).unbind(2)
     return [q.to(device, dtype).permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)]
-
-
-def with_gradients(function, tensors):
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    y = function(*tensors)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return [y, *torch.autograd.grad(y, tensors, weight)]
 
 
 def compare(tensors, function, bound):

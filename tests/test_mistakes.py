@@ -14,6 +14,7 @@ import torch
 
 import moep
 import train
+from plumbing.cli import UserError, run_main
 from plumbing.settings import ROOT
 
 QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
@@ -123,7 +124,7 @@ def test_a_mistake_is_one_line(run, stock, command, hint):
     assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
 
 
-@pytest.mark.parametrize('path', ['tools/compare.py', 'tools/check.py', 'arena'])
+@pytest.mark.parametrize('path', ['tools/compare.py', 'arena'])
 def test_run_as_a_file(path):
     if not (ROOT / path).exists():
         pytest.skip('a room that was taken away')
@@ -186,6 +187,28 @@ def test_an_old_torch(run, stock, monkeypatch):
 def test_a_missing_package(run, stock, monkeypatch):
     monkeypatch.setattr(train, 'Data', lambda *_: importlib.import_module('a_package'))
     assert 'pip install a_package' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
+
+
+# ---- How scripts end -----------------------------------------------------------------------------
+
+def throw(error):
+    raise error
+
+
+@pytest.mark.parametrize('error, code, line', [
+    (UserError('say\nwhat to do'), 2, 'train.py: say what to do\n'),
+    (FileNotFoundError(2, 'No such file', 'data/x'), 2, 'train.py: data/x: No such file\n'),
+    (OSError('disk full'), 2, 'train.py: disk full\n'),
+    (RuntimeError('CUDA out of memory. Tried'), 2, 'train.py: out of memory: halve batch_size'),
+    (MemoryError(), 2, 'train.py: out of memory: halve batch_size'),
+    (KeyboardInterrupt(), 130, '')])
+def test_how_scripts_end(monkeypatch, capsys, error, code, line):
+    monkeypatch.setattr('sys.argv', ['/somewhere/train.py'])
+    with pytest.raises(SystemExit) as stop:
+        run_main(lambda: throw(error))
+    message = capsys.readouterr().err
+    assert stop.value.code == code and message.startswith(line)
+    assert message.count('\n') == (code == 2)
 
 
 # ---- Nothing from a file is executed -------------------------------------------------------------

@@ -14,7 +14,7 @@ import moduleformer
 import test_contract
 from moduleformer import (absorb_inserted, break_stick, count_usage, insert_experts, prune_experts,
                           stick_weights)
-from oracles import compare, gelu, same_routes, tokens
+from oracles import compare, gelu, same_routes, tokens, with_gradients
 
 WIDE = dict(identity_kv=True, d_att=16, n_head=1)        # without maps for keys and values
 make = functools.partial(test_contract.make, 'moduleformer', 0.4)
@@ -134,13 +134,9 @@ def slow_stick(q, k, v):
     (2, 2, 9, [1, 8])])
 def test_stick_breaking_is_the_product(T, K, past, sizes):
     inputs = qkv(T, K, past)
-    want = slow_stick(*inputs)
-    weight = torch.randn_like(want)
-    grads = torch.autograd.grad((want * weight).sum(), inputs)
+    want = with_gradients(slow_stick, inputs)
     for size in sizes:
-        got = break_stick(*inputs, size)
-        assert torch.allclose(got, want, rtol=0, atol=1e-12)
-        for a, b in zip(torch.autograd.grad((got * weight).sum(), inputs), grads):
+        for a, b in zip(with_gradients(lambda *qkv: break_stick(*qkv, size), inputs), want):
             assert torch.allclose(a, b, rtol=0, atol=1e-11), size
 
 
@@ -151,14 +147,9 @@ def test_stable_for_large_logits(logits):
     """Finite, and in float32 what the product is in float64."""
     q, k = torch.ones(1, 1, 40, 1, 1), logits.view(1, 1, 40, 1)
     v = torch.randn(1, 1, 40, 1, generator=torch.Generator().manual_seed(1))
-    weight = torch.randn(1, 1, 40, 1, 1, generator=torch.Generator().manual_seed(2))
-    results = []
-    for stick, dtype in ((lambda *qkv: break_stick(*qkv, 16), torch.float32),
-                         (slow_stick, torch.float64)):
-        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        y = stick(*inputs)
-        results.append([y, *torch.autograd.grad(y, inputs, weight.to(dtype))])
-    for a, b in zip(*results):
+    fast = with_gradients(lambda *qkv: break_stick(*qkv, 16), (q, k, v))
+    exact = with_gradients(slow_stick, (q.double(), k.double(), v.double()))
+    for a, b in zip(fast, exact):
         assert (a - b).abs().max() < 1e-4 * max(b.abs().max(), 1e-3)
 
 
@@ -169,12 +160,11 @@ def test_blocks_add_up_in_float32():
     q, k, v = (x.detach().bfloat16() for x in qkv(512, 1, B=1, H=1, d=16))
     q[...], k[..., :] = 1.0, -2.0                        # few keys match
     k[:, :, 0] = 2.0                                     # but the first one does
-    rough = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    blocks = lambda *qkv: break_stick(*qkv, 4)
     grad = torch.rand(1, 1, 512, 1, 16).bfloat16()
-    a = torch.autograd.grad(break_stick(*rough, 4), rough, grad)
-    b = torch.autograd.grad(break_stick(*exact, 4), exact, grad.double())
-    for x, y in zip(a[1:], b[1:]):
+    rough = with_gradients(blocks, (q, k, v), grad)
+    exact = with_gradients(blocks, (q.double(), k.double(), v.double()), grad)
+    for x, y in zip(rough[2:], exact[2:]):
         assert (x - y).abs().max() < 6e-3 * y.abs().max()
 
 
