@@ -80,14 +80,19 @@ def take_steps(name, n, machine, change=lambda model: model, graph=True, **setti
 @pytest.mark.parametrize('name', MODELS)
 def test_a_graph_is_the_plain_step(name):
     """With dropout, two micro-batches, a learning rate that changes."""
-    machine = Machine('cuda', 'bfloat16' if name in EXPERTS else 'float32')
+    is_routed = name in EXPERTS
+    machine = Machine('cuda', 'bfloat16' if is_routed else 'float32')
     torch.set_float32_matmul_precision('highest')
     plain, no_graph, model = take_steps(name, 9, machine, graph=False)
     graphed, graph, other = take_steps(name, 9, machine)
     assert len(graph.graphs) == 1 and not no_graph.graphs
-    assert graphed == pytest.approx(plain, abs=0.02 if name in EXPERTS else 2e-4)
+    assert graphed == pytest.approx(plain, abs=0.02 if is_routed else 2e-4)
     for (key, p), q in zip(model.named_parameters(), other.parameters()):
-        assert (p - q).norm() <= (0.2 if name in EXPERTS else 2e-2) * p.norm() + 1e-3, key
+        assert (p - q).norm() <= (0.2 if is_routed else 2e-2) * p.norm() + 1e-3, key
+    if is_routed or name == 'stlm_depth':                # also compiled
+        compiled, graph, _ = take_steps(name, 9, machine, compile_model)
+        assert len(graph.graphs) == 1 and abs(plain[0] - compiled[0]) < 0.05
+        assert abs(plain[-1] - compiled[-1]) < 0.3
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
@@ -165,15 +170,6 @@ def test_what_cannot_be_recorded_goes_on_plainly(capsys):
     waits, graph, _ = take_steps('gpt2', 7, machine, Waits)
     assert not graph.graphs and waits == pytest.approx(plain, abs=1e-3)
     assert capsys.readouterr().out.count('graph     not possible') == 1
-
-
-@pytest.mark.parametrize('name', ['moep', 'stlm_depth', *EXPERTS[1:]])
-def test_compiled_and_recorded_steps_are_close(name):
-    machine = Machine('cuda', 'bfloat16')
-    plain, _, _ = take_steps(name, 8, machine, graph=False)
-    compiled, graph, _ = take_steps(name, 8, machine, compile_model)
-    assert graph.graphs
-    assert abs(plain[0] - compiled[0]) < 0.05 and abs(plain[-1] - compiled[-1]) < 0.3
 
 
 @pytest.mark.parametrize('name', MODELS)

@@ -8,14 +8,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 
 import moduleformer
+import test_contract
 from conftest import ROOT
-from moduleformer import ModuleFormer, ModuleFormerConfig, break_stick
+from moduleformer import break_stick
 from oracles import with_gradients
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -113,17 +113,6 @@ def test_rows_of_experts(N, E, K, D, width, dtype):
     compare_rows(N, E, K, D, width, dtype, 'cuda', 1e-2)
 
 
-def test_a_model_runs_without_kernels():
-    spec = importlib.util.spec_from_file_location('alone', ROOT / 'moduleformer.py')
-    alone = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {'plumbing.stick_kernels': None}):    # an import of it fails
-        spec.loader.exec_module(alone)
-    x = torch.randint(37, (2, 6))
-    shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
-    logits, _, _ = alone.ModuleFormer(alone.ModuleFormerConfig(**shape))(x)
-    assert logits.shape == (2, 6, 37) and not alone.can_fuse(*inputs(*SHAPES[0], torch.float32))
-
-
 # ---- What only a GPU can show --------------------------------------------------------------------
 
 
@@ -163,31 +152,21 @@ def test_compiled_and_recorded():
 @needs_gpu
 @needs_triton
 def test_a_model_uses_them_under_autocast(monkeypatch):
-    """Memory of the last segment included. Each parameter's gradient is close to that of the
-    blocks: bfloat16 alone moves the smallest of them by up to 14%."""
+    """Also with the memory of the last segment."""
+    from plumbing import stick_kernels as kernels
     torch.manual_seed(0)
-    config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=2, d_att=64, n_head=2,
-                                n_ffd=2, d_ffd=64, d_router=32)   # K = E: rounding flips no choice
-    model = ModuleFormer(config).cuda()
-    x = torch.randint(100, (2, 2, 40), device='cuda')
-    gradients = []
+    model = test_contract.build('moduleformer', d_att=64).cuda()
+    x = test_contract.text(model, 4, 40).cuda()
     calls = []
-    for has_kernels in (True, False):
-        def can_fuse(*tensors, has_kernels=has_kernels):
-            from plumbing import stick_kernels as kernels
-            calls.append(has_kernels and kernels.can_fuse(*tensors))
-            return calls[-1]
-        monkeypatch.setattr(moduleformer, 'can_fuse', can_fuse)
-        model.zero_grad()
-        cache = []
-        with torch.autocast('cuda', torch.bfloat16):
-            model(x[0], cache=cache)
-            cache = [(k.detach(), v.detach()) for k, v in cache]
-            model(x[1], x[1].flip(1), cache=cache)[1].backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert calls == [True] * 4 + [False] * 4
-    for name, grad in gradients[0].items():
-        assert (grad - gradients[1][name]).norm() <= 0.2 * gradients[1][name].norm() + 1e-6, name
+    monkeypatch.setattr(moduleformer, 'can_fuse', lambda *tensors: calls.append(
+        kernels.can_fuse(*tensors)) or calls[-1])
+    cache = []
+    with torch.autocast('cuda', torch.bfloat16):
+        model(x[:2], cache=cache)
+        cache = [(k.detach(), v.detach()) for k, v in cache]
+        model(x[2:], x[2:].flip(1), cache=cache)[1].backward()
+    assert calls == [True] * 4
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @needs_gpu

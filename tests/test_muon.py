@@ -45,7 +45,8 @@ def slow_step(p, grad, momentum, rate, decay, is_linear):
     return p - rate * decay * p - rate * math.sqrt(max(1, d_out / d_in)) * x, momentum
 
 
-@pytest.mark.parametrize('as_tensor, compiled', [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize('as_tensor, compiled', [
+    (False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)])
 def test_step(as_tensor, compiled):
     """Three steps of linear maps and stacks; the rate changes, as a number or as a tensor."""
     torch.manual_seed(0)
