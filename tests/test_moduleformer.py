@@ -251,7 +251,7 @@ def test_inserted_modules_that_nobody_takes_change_nothing(changes):
 
 @pytest.mark.parametrize('router', ['full', 'partial'])
 def test_what_trains_after_an_insertion(router):
-    """(That what is frozen stays as it is: test_train.py.)"""
+    """(That what is frozen stays as it is: tools/tests/test_surgery.py.)"""
     for name, p in insert_experts(make(), 1, 2, router).named_parameters():
         shared = name in ('wte.weight', 'head.weight') or 'router.A' in name or 'router.B' in name
         assert p.requires_grad == ('inserted' in name or (router == 'full' and shared)), name

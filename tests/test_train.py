@@ -454,24 +454,6 @@ def inserted(run, tiny, tmp_path):
     return dict(COMMON, init_from=tmp_path / 'inserted')
 
 
-def test_what_a_surgery_froze_stays_frozen(tiny, tmp_path, inserted):
-    tiny('calm', inserted, max_iters=5)
-    with killed_in_step(4):
-        tiny('new', inserted, max_iters=5, save_interval=2, code=9)
-    tiny('new', inserted, max_iters=5, save_interval=2, checkpoint_words=[250], resume=True)
-    assert_same_run(tmp_path / 'new', tmp_path / 'calm')
-    frozen = read_checkpoint(tmp_path / 'inserted')['frozen']
-    assert frozen == read_checkpoint(tmp_path / 'new')['frozen']
-
-    def check(folder, start):
-        before = read_checkpoint(start)['weights']
-        trained = {n for n, w in weights(folder).items() if not torch.equal(w, before[n])}
-        assert trained and not trained & {*frozen}
-    check(tmp_path / 'new', tmp_path / 'inserted')
-    tiny('next', COMMON, init_from=tmp_path / 'new/ckpt_250.pt', max_iters=2)
-    check(tmp_path / 'next', tmp_path / 'new')
-
-
 # ---- Killed and resumed --------------------------------------------------------------------------
 
 def before_step(n, action):
