@@ -1,7 +1,7 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models.
 Most of it is tools.check's: what a forward pass returns, causality, caches, batches, gradients.
 test_check.py runs that over these models, test_arena_routers.py over routers. Here is the rest:
-generation, routes, active parameters, wrong configs, chance, precision."""
+generation, active parameters, wrong configs, surgery, chance, routers, precision."""
 
 import copy
 import json

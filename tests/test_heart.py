@@ -44,4 +44,5 @@ def test_it_trains_samples_and_scores(heart):
 @pytest.mark.slow
 def test_its_tests_are_its_own(heart):
     """None needs a room to be read; some, that take seconds, are run."""
-    assert ' passed' in heart('-m', 'pytest', '-q', '-m', 'not slow', '-k', 'moep or style')
+    some = 'test_moep or test_style'
+    assert ' passed' in heart('-m', 'pytest', '-q', '-m', 'not slow', '-k', some)

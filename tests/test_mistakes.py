@@ -14,7 +14,7 @@ import torch
 
 import moep
 import train
-from plumbing.cli import UserError, run_main
+from plumbing.cli import UserError
 from plumbing.settings import ROOT
 
 QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
@@ -189,10 +189,6 @@ def test_a_missing_package(run, stock, monkeypatch):
 
 # ---- How scripts end -----------------------------------------------------------------------------
 
-def throw(error):
-    raise error
-
-
 @pytest.mark.parametrize('error, code, line', [
     (UserError('say\nwhat to do'), 2, 'train.py: say what to do\n'),
     (FileNotFoundError(2, 'No such file', 'data/x'), 2, 'train.py: data/x: No such file\n'),
@@ -200,13 +196,12 @@ def throw(error):
     (RuntimeError('CUDA out of memory. Tried'), 2, 'train.py: out of memory: halve batch_size'),
     (MemoryError(), 2, 'train.py: out of memory: halve batch_size'),
     (KeyboardInterrupt(), 130, '')])
-def test_how_scripts_end(monkeypatch, capsys, error, code, line):
-    monkeypatch.setattr('sys.argv', ['/somewhere/train.py'])
-    with pytest.raises(SystemExit) as stop:
-        run_main(lambda: throw(error))
-    message = capsys.readouterr().err
-    assert stop.value.code == code and message.startswith(line)
-    assert message.count('\n') == (code == 2)
+def test_how_scripts_end(run, monkeypatch, error, code, line):
+    def main():
+        raise error
+    monkeypatch.setattr(train, 'main', main)
+    message = run('train.py', here=True, code=code).stderr
+    assert message.startswith(line) and message.count('\n') == (code == 2)
 
 
 # ---- Nothing from a file is executed -------------------------------------------------------------
