@@ -86,6 +86,18 @@ def switch_balance(log):
     return E * sum(n / sum(picks) * q for n, q in zip(picks, p))
 
 
+# ---- A fast form and its plain one ---------------------------------------------------------------
+
+def with_gradients(function, tensors, weight=None):
+    """[output, the gradient of each tensor], where the output's own gradient is `weight`, or
+    random."""
+    tensors = [x.detach().requires_grad_() for x in tensors]     # strides stay
+    y = function(*tensors)
+    if weight is None:
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    return [y, *torch.autograd.grad(y, tensors, weight.to(y))]
+
+
 # ---- A model and its slow version ----------------------------------------------------------------
 
 def compare(model, x, y, logits, aux, weights, atol=1e-10):

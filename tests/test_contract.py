@@ -1,13 +1,21 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models.
 Most of it is tools.check's: what a forward pass returns, causality, caches, batches, gradients.
 test_check.py runs that over these models, test_arena_routers.py over routers. Here is the rest:
-generation, routes, active parameters, wrong configs, chance, precision."""
+generation, active parameters, wrong configs, surgery, chance, routers, precision."""
+
+import copy
+import json
+import math
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from oracles import slots, uncached
+from moduleformer import absorb_inserted, insert_experts, prune_experts
+from oracles import slots, tokens, uncached
+from papaformer import compose
+from selfmoe import add_gates, select_gates, upcycle
 
 SMALL = dict(vocab_size=37, block_size=12, n_layer=2, n_head=2, n_embd=16)
 MOEP = dict(SMALL, n_parallel=2, n_head_parallel=2, n_embd_parallel=8, n_block=4, n_expert=3,
@@ -172,6 +180,35 @@ def test_config_errors(name, wrong):
         build(name, **wrong)
 
 
+# ---- Surgery -------------------------------------------------------------------------------------
+
+BATCH = tokens(), tokens(seed=2)
+
+
+@pytest.mark.parametrize('training', [True, False])
+@pytest.mark.parametrize('name, operate', [
+    ('selfmoe', add_gates), ('gate_vector', upcycle),
+    ('gate_vector', lambda model: select_gates(model, iter([BATCH]))[0]),
+    ('moduleformer', insert_experts), ('inserted', absorb_inserted),
+    ('inserted', lambda model: prune_experts(model, batches=iter([BATCH]), threshold=0.5)[0]),
+    ('llama', lambda model: compose([model, model]))])
+def test_surgery_makes_a_copy(name, operate, training):
+    """Of the model's class, dtype and mode; its config rebuilds it. The model stays as it was."""
+    model = make(name).train(training)
+    model.__class__ = type('Mine', (type(model),), {})
+    before = copy.deepcopy(model.state_dict())
+    new = operate(model)
+    assert type(new) is type(model) and next(new.parameters()).dtype == torch.float64
+    assert all(module.training == training for module in model.modules())
+    if name != 'llama':                                  # paths of several modes may be composed
+        assert all(module.training == training for module in new.modules())
+    config = type(new.config)(**json.loads(json.dumps(asdict(new.config))))
+    type(new)(config).load_state_dict(new.state_dict())
+    for p in new.parameters():
+        torch.nn.init.zeros_(p)
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+
+
 # ---- Chance --------------------------------------------------------------------------------------
 
 @ALL
@@ -237,18 +274,42 @@ def test_sampling(name):
 
 # ---- Precision and compilation -------------------------------------------------------------------
 
-@pytest.mark.parametrize('name', [
-    'moep', 'gumbel1', 'gumbel2', 'moduleformer', 'inserted', 'mixture', 'dense_routed'])
+ROUTED_MODELS = [
+    'moep', 'gumbel1', 'gumbel2', 'moduleformer', 'inserted', 'mixture', 'dense_routed']
+
+
+def routers(model):
+    """[(router, inputs)]"""
+    found = [module for module in model.modules() if type(module).__name__ == 'Router']
+    return [(router, torch.randn(9, next(router.parameters()).size(1))) for router in found]
+
+
+@pytest.mark.parametrize('name', ROUTED_MODELS)
 def test_routers_are_exact_under_autocast(name):
     """In bfloat16 close scores would tie."""
-    model = make(name, dtype=torch.float32)
-    for router in (m for m in model.modules() if type(m).__name__ == 'Router'):
-        x = torch.randn(9, next(router.parameters()).size(1))
+    for router, x in routers(make(name, dtype=torch.float32)):
         exact = router(x)
         with torch.autocast('cpu', torch.bfloat16):
             rough = router(x)
         assert torch.equal(exact[0], rough[0])                         # gates
         assert str(exact[1:]) == str(rough[1:])                        # choices, losses
+
+
+@pytest.mark.parametrize('name, changes', [
+    *((name, {}) for name in ROUTED_MODELS), ('moep', dict(balance='entropy', top_k=1))])
+def test_routers_at_their_limits(name, changes):
+    """A probability of 0, whose logarithm is not finite, adds nothing. Ties go to the lower index.
+    No choice is taken twice, not even if scores underflow or are nan."""
+    for router, x in routers(make(name, dtype=torch.float32, **changes)):
+        gates, choices, losses = router(1e6 * x)
+        (gates.sum() + sum(losses.values())).backward()
+        assert all(loss.isfinite() for loss in losses.values())
+        assert all(p.grad.isfinite().all() for p in router.parameters() if p.grad is not None)
+        certain = [1e4] + [0.0] * (router.n_choices - 1)
+        scores = torch.tensor([certain, [0.5] * router.n_choices, [math.nan] * router.n_choices])
+        choice = router.choose(scores).tolist()
+        assert all(len({*row}) == len(row) for row in choice)
+        assert choice[0] == choice[1] == [*range(len(choice[0]))]
 
 
 def compile_and_record(compile_model, model):

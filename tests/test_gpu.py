@@ -17,6 +17,7 @@ import selfmoe
 import stlm
 import stlm_depth
 import train
+from oracles import with_gradients
 from plumbing import rows
 from plumbing.compile import compile_model
 from plumbing.graph import CUDAGraphStep
@@ -57,7 +58,7 @@ def windows(it):
     return ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
 
 
-def take_steps(name, n, machine, change=lambda model: model, graph=True, **settings):
+def take_steps(name, n, machine, change=lambda model: None, graph=True, **settings):
     """-> the losses of n steps of two micro-batches at a changing rate, the stepper, the model"""
     model = make(name)
     s = Settings(batch_size=4, gradient_accumulation_steps=2, aux_weights=AUX.get(name, {}),
@@ -82,14 +83,19 @@ def take_steps(name, n, machine, change=lambda model: model, graph=True, **setti
 @pytest.mark.parametrize('name', MODELS)
 def test_a_graph_is_the_plain_step(name):
     """With dropout, two micro-batches, a learning rate that changes."""
-    machine = Machine('cuda', 'bfloat16' if name in EXPERTS else 'float32')
+    is_routed = name in EXPERTS
+    machine = Machine('cuda', 'bfloat16' if is_routed else 'float32')
     torch.set_float32_matmul_precision('highest')
     plain, no_graph, model = take_steps(name, 9, machine, graph=False)
     graphed, graph, other = take_steps(name, 9, machine)
     assert len(graph.graphs) == 1 and not no_graph.graphs
-    assert graphed == pytest.approx(plain, abs=0.02 if name in EXPERTS else 2e-4)
+    assert graphed == pytest.approx(plain, abs=0.02 if is_routed else 2e-4)
     for (key, p), q in zip(model.named_parameters(), other.parameters()):
-        assert (p - q).norm() <= (0.2 if name in EXPERTS else 2e-2) * p.norm() + 1e-3, key
+        assert (p - q).norm() <= (0.2 if is_routed else 2e-2) * p.norm() + 1e-3, key
+    if is_routed or name == 'stlm_depth':                # also compiled
+        compiled, graph, _ = take_steps(name, 9, machine, compile_model)
+        assert len(graph.graphs) == 1 and abs(plain[0] - compiled[0]) < 0.05
+        assert abs(plain[-1] - compiled[-1]) < 0.3
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
@@ -133,32 +139,17 @@ def test_one_graph_for_every_shape():
     assert results[0] == pytest.approx(results[1], abs=1e-4)
 
 
-class Waits(torch.nn.Module):
-    """A model that reads a number back from the GPU."""
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, idx, targets):
-        assert idx.max().item() < 100
-        return self.model(idx, targets)
-
-
 def test_what_cannot_be_recorded_goes_on_plainly(capsys):
+    """A model that reads a number back from the GPU."""
+    def change(model):
+        def wait(module, args):
+            assert args[0].max().item() < 100
+        model.register_forward_pre_hook(wait)
     machine = Machine('cuda', 'float32')
     plain, _, _ = take_steps('gpt2', 7, machine, graph=False)
-    waits, graph, _ = take_steps('gpt2', 7, machine, Waits)
+    waits, graph, _ = take_steps('gpt2', 7, machine, change)
     assert not graph.graphs and waits == pytest.approx(plain, abs=1e-3)
     assert capsys.readouterr().out.count('graph     not possible') == 1
-
-
-@pytest.mark.parametrize('name', ['moep', 'stlm_depth', *EXPERTS[1:]])
-def test_compiled_and_recorded_steps_are_close(name):
-    machine = Machine('cuda', 'bfloat16')
-    plain, _, _ = take_steps(name, 8, machine, graph=False)
-    compiled, graph, _ = take_steps(name, 8, machine, compile_model)
-    assert graph.graphs
-    assert abs(plain[0] - compiled[0]) < 0.05 and abs(plain[-1] - compiled[-1]) < 0.3
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -208,10 +199,9 @@ def test_grouped_products_with_empty_groups(ends, D, H):
     ends = torch.tensor(ends, device='cuda', dtype=torch.int32)
     results = []
     for dtype in (torch.bfloat16, torch.float64):        # float64: the loop
-        inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, w)]
         poison()
-        y = rows.grouped_mm(*inputs, ends)
-        results.append([y, *torch.autograd.grad(y, inputs, grad.to(dtype))])
+        results.append(with_gradients(lambda x, w: rows.grouped_mm(x, w, ends),
+                                      (x.to(dtype), w.to(dtype)), grad))
     for rough, exact in zip(*results, strict=True):
         assert (rough - exact).norm() < 5e-3 * exact.norm()
         assert ((exact == 0) <= (rough == 0)).all()
@@ -229,23 +219,3 @@ def test_order_by_choice_is_a_stable_sort_at_full_size(compiled):
         poison()
         for got, want in zip(order(choice), (pair, pair.argsort(), ends), strict=True):
             assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize('name', EXPERTS)
-def test_sparse_is_dense_in_bfloat16(name):
-    """Every gradient of the compiled sparse path against the plain dense one, by its own size."""
-    machine = Machine('cuda', 'bfloat16')
-    x = torch.randint(100, (8, 32), generator=torch.Generator().manual_seed(0)).cuda()
-    grads = []
-    for sparse in (True, False):
-        model = make(name, sparse=sparse, dropout=0.0)
-        with torch.no_grad():
-            for n, p in enumerate(model.parameters()):   # maps of 0 would hide the experts
-                torch.manual_seed(n)
-                p.add_(0.05 * torch.randn(p.shape).cuda())
-        with machine.autocast():
-            (compile_model(model) if sparse else model)(x, x.flip(1))[1].backward()
-        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    for key in grads[0]:
-        # A token whose scores nearly tie may choose otherwise: a tenth of a router's gradient.
-        assert (grads[0][key] - grads[1][key]).norm() <= 0.25 * grads[1][key].norm() + 1e-6, key

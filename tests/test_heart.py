@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from fixtures import ROOT
 
 FOLDERS = ['config', 'plumbing', 'tests']
 FILES = ['README.md', 'pyproject.toml', 'requirements.txt']
@@ -44,6 +44,5 @@ def test_it_trains_samples_and_scores(heart):
 @pytest.mark.slow
 def test_its_tests_are_its_own(heart):
     """None needs a room to be read; some, that take seconds, are run."""
-    assert 'tests collected' in heart('-m', 'pytest', '-q', '--collect-only')
-    heart('-m', 'pytest', '-q', '-m', 'not slow', 'tests/test_moep.py', 'tests/test_settings.py',
-          'tests/test_style.py', 'tests/test_cli.py', 'tests/test_toy.py')
+    some = 'test_moep or test_style'
+    assert ' passed' in heart('-m', 'pytest', '-q', '-m', 'not slow', '-k', some)

@@ -8,14 +8,15 @@ import importlib.util
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 
 import moduleformer
-from conftest import ROOT
-from moduleformer import ModuleFormer, ModuleFormerConfig, break_stick
+import test_contract
+from fixtures import ROOT
+from moduleformer import break_stick
+from oracles import with_gradients
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs Triton')
@@ -32,13 +33,6 @@ def inputs(B, H, T, K, past, d, dtype, size=1.0, device='cpu'):
     kv = torch.randn(B, past + T, 2, H, d, generator=generator) * size
     k, v = kv.to(device, dtype).unbind(2)
     return [q.to(device, dtype).permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)]
-
-
-def with_gradients(function, tensors):
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    y = function(*tensors)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return [y, *torch.autograd.grad(y, tensors, weight)]
 
 
 def compare(tensors, function, bound):
@@ -119,17 +113,6 @@ def test_rows_of_experts(N, E, K, D, width, dtype):
     compare_rows(N, E, K, D, width, dtype, 'cuda', 1e-2)
 
 
-def test_a_model_runs_without_kernels():
-    spec = importlib.util.spec_from_file_location('alone', ROOT / 'moduleformer.py')
-    alone = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {'plumbing.stick_kernels': None}):    # an import of it fails
-        spec.loader.exec_module(alone)
-    x = torch.randint(37, (2, 6))
-    shape = dict(vocab_size=37, n_layer=1, n_embd=16, d_att=8, n_head=2, d_ffd=8, d_router=8)
-    logits, _, _ = alone.ModuleFormer(alone.ModuleFormerConfig(**shape))(x)
-    assert logits.shape == (2, 6, 37) and not alone.can_fuse(*inputs(*SHAPES[0], torch.float32))
-
-
 # ---- What only a GPU can show --------------------------------------------------------------------
 
 
@@ -148,65 +131,29 @@ def test_kernels_are_the_blocks(shape, dtype):
 
 @needs_gpu
 @needs_triton
-def test_compiled_and_recorded():
-    """torch.compile in one graph, and a CUDA graph of forward and backward that is replayed."""
-    from plumbing import stick_kernels as kernels
-    tensors = inputs(2, 2, 100, 2, 20, 64, torch.bfloat16, device='cuda')
-    compare(tensors, torch.compile(kernels.stick_breaking, fullgraph=True), BOUNDS[torch.bfloat16])
-    want = with_gradients(kernels.stick_breaking, tensors)
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    graph = torch.cuda.CUDAGraph()
-    weight = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1)).to(want[0])
-    with torch.cuda.graph(graph):
-        y = kernels.stick_breaking(*leaves)
-        replayed = [y, *torch.autograd.grad(y, leaves, weight)]
-    for _ in range(2):                                   # dk and dv start from zero each time
-        graph.replay()
-    for a, b in zip(replayed, want):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-@needs_gpu
-@needs_triton
 def test_a_model_uses_them_under_autocast(monkeypatch):
-    """Memory of the last segment included. Each parameter's gradient is close to that of the
-    blocks: bfloat16 alone moves the smallest of them by up to 14%."""
+    """Also with the memory of the last segment."""
+    from plumbing import stick_kernels as kernels
     torch.manual_seed(0)
-    config = ModuleFormerConfig(vocab_size=100, n_layer=2, n_embd=64, n_att=2, d_att=64, n_head=2,
-                                n_ffd=2, d_ffd=64, d_router=32)   # K = E: rounding flips no choice
-    model = ModuleFormer(config).cuda()
-    x = torch.randint(100, (2, 2, 40), device='cuda')
-    gradients = []
+    model = test_contract.build('moduleformer', d_att=64).cuda()
+    x = test_contract.text(model, 4, 40).cuda()
     calls = []
-    for has_kernels in (True, False):
-        def can_fuse(*tensors, has_kernels=has_kernels):
-            from plumbing import stick_kernels as kernels
-            calls.append(has_kernels and kernels.can_fuse(*tensors))
-            return calls[-1]
-        monkeypatch.setattr(moduleformer, 'can_fuse', can_fuse)
-        model.zero_grad()
-        cache = []
-        with torch.autocast('cuda', torch.bfloat16):
-            model(x[0], cache=cache)
-            cache = [(k.detach(), v.detach()) for k, v in cache]
-            model(x[1], x[1].flip(1), cache=cache)[1].backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert calls == [True] * 4 + [False] * 4
-    for name, grad in gradients[0].items():
-        assert (grad - gradients[1][name]).norm() <= 0.2 * gradients[1][name].norm() + 1e-6, name
+    monkeypatch.setattr(moduleformer, 'can_fuse', lambda *tensors: calls.append(
+        kernels.can_fuse(*tensors)) or calls[-1])
+    cache = []
+    with torch.autocast('cuda', torch.bfloat16):
+        model(x[:2], cache=cache)
+        cache = [(k.detach(), v.detach()) for k, v in cache]
+        model(x[2:], x[2:].flip(1), cache=cache)[1].backward()
+    assert calls == [True] * 4
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @needs_gpu
 @needs_triton
-def test_memory_is_linear():
+def test_what_they_leave_alone():
     from plumbing import stick_kernels as kernels
-    peaks = []
-    for T in (2048, 8192):
-        tensors = inputs(1, 4, T, 2, 0, 64, torch.bfloat16, device='cuda')
-        torch.cuda.reset_peak_memory_stats()
-        with_gradients(kernels.stick_breaking, tensors)
-        peaks.append(torch.cuda.max_memory_allocated() / T)
-    assert peaks[1] < 1.2 * peaks[0]
+    tensors = inputs(1, 1, 8, 1, 0, 64, torch.float32, device='cuda')
     assert not kernels.can_fuse(*[x.double() for x in tensors])
     torch.set_float32_matmul_precision('highest')        # no TF32
-    assert not kernels.can_fuse(*[x.float() for x in tensors])
+    assert not kernels.can_fuse(*tensors)

@@ -14,6 +14,7 @@ import torch
 
 import moep
 import train
+from plumbing.cli import UserError
 from plumbing.settings import ROOT
 
 QUICK = ['--batch_size=2', '--max_iters=2', '--sample_tokens=0', '--eval_tokens=64',
@@ -123,7 +124,7 @@ def test_a_mistake_is_one_line(run, stock, command, hint):
     assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
 
 
-@pytest.mark.parametrize('path', ['tools/compare.py', 'tools/check.py', 'arena'])
+@pytest.mark.parametrize('path', ['tools/compare.py', 'arena'])
 def test_run_as_a_file(path):
     if not (ROOT / path).exists():
         pytest.skip('a room that was taken away')
@@ -137,6 +138,7 @@ def test_run_as_a_file(path):
 
 @pytest.mark.parametrize('path, content, command', [
     ('out/run/ckpt.pt', b'not a checkpoint', SAMPLE),
+    ('out/run/ckpt.pt', dict(model={}), SAMPLE),         # one of something else
     ('out/run/meta.json', b'{', SAMPLE),
     ('out/run/meta.json', b'{}', SAMPLE),
     ('out/run/tokenizer.tiktoken', b'\xff', SAMPLE),
@@ -150,15 +152,12 @@ def test_a_damaged_file_is_named(run, home, data_dir, path, content, command):
     shutil.copytree(data_dir / 'toy_math', home / 'data/mine')
     if content is None:
         (home / path).unlink()
+    elif isinstance(content, dict):
+        torch.save(content, home / path)
     else:
         (home / path).write_bytes(content)
     line = one_line(run(*command, cwd=home, code=2), command[0])
     assert path in line and ('make its folder again' in line) == (content is None)
-
-
-def test_a_foreign_checkpoint(run, home):
-    torch.save(dict(model={}), home / 'out/run/ckpt.pt')
-    assert 'out/run/ckpt.pt ' in one_line(run(*SAMPLE, cwd=home, code=2), 'sample.py')
 
 
 def test_a_log_that_was_deleted(run, home):
@@ -186,6 +185,23 @@ def test_an_old_torch(run, stock, monkeypatch):
 def test_a_missing_package(run, stock, monkeypatch):
     monkeypatch.setattr(train, 'Data', lambda *_: importlib.import_module('a_package'))
     assert 'pip install a_package' in one_line(run(*NEW, cwd=stock, code=2), 'train.py')
+
+
+# ---- How scripts end -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize('error, code, line', [
+    (UserError('say\nwhat to do'), 2, 'train.py: say what to do\n'),
+    (FileNotFoundError(2, 'No such file', 'data/x'), 2, 'train.py: data/x: No such file\n'),
+    (OSError('disk full'), 2, 'train.py: disk full\n'),
+    (RuntimeError('CUDA out of memory. Tried'), 2, 'train.py: out of memory: halve batch_size'),
+    (MemoryError(), 2, 'train.py: out of memory: halve batch_size'),
+    (KeyboardInterrupt(), 130, '')])
+def test_how_scripts_end(run, monkeypatch, error, code, line):
+    def main():
+        raise error
+    monkeypatch.setattr(train, 'main', main)
+    message = run('train.py', here=True, code=code).stderr
+    assert message.startswith(line) and message.count('\n') == (code == 2)
 
 
 # ---- Nothing from a file is executed -------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -16,13 +17,14 @@ import numpy as np
 import pytest
 
 import prepare
-from conftest import ROOT, documents
+from fixtures import ROOT, documents
 from plumbing.bins import load_bin, read_windows
 from plumbing.cli import UserError
 from plumbing.download import new_folder
 from plumbing.tokenizer import (EOT, choose_tokenizer, load_meta, load_tokenizer, rank_tokenizer,
                                 ranks_blob)
 from plumbing.text import clean
+from plumbing.toy import TOYS
 from prepare import find_files, read_documents, write_data_set
 
 
@@ -122,16 +124,17 @@ def test_jsonl(tmp_path):
     assert read(path, 'auto', 'more, text') == ['x\na\u2028b\x85c', 'y\né🙂']
 
 
-def write_files(folder, names):
-    for name in names:
+def write_files(folder, files):
+    """A list of names, or {name: text}"""
+    for name in files:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text('x')
+        (folder / name).write_text(files[name] if isinstance(files, dict) else 'x')
 
 
 def test_packed_files_and_folders(tmp_path):
     """The ends of names say what is text in a folder. Hidden files are not read, nor any twice."""
     write_files(tmp_path, ['image.png', '._a.txt', 'sub/.venv/c.txt'])
-    (tmp_path / 'a.txt').write_text('plain')
+    write_files(tmp_path, {'a.txt': 'plain'})
     (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(b'zipped'))
     (tmp_path / 'c.jsonl.xz').write_bytes(lzma.compress(b'{"text": "squeezed"}\n'))
     (tmp_path / 'e.txt.bz2').write_bytes(bz2.compress(b'packed'))
@@ -208,9 +211,7 @@ def test_named_sets_from_input(tmp_path, monkeypatch):
             ('openmath', 'jsonl', math, ['1+1?\n2'] * 5),
             ('simplewiki', 'txt', 'Title\nText.\n\n', ['Title\nText.'] * 5),
             ('babylm', 'txt', 'A line.\n', ['\n'.join(['A line.'] * 5)])]:
-        write_files(tmp_path, [f'{name}/{split}/a.{ending}' for split in ('train', 'val')])
-        for path in Path(name).rglob('a.*'):
-            path.write_text(row * 5)
+        write_files(tmp_path, {f'{name}/{split}/a.{ending}': row * 5 for split in ('train', 'val')})
         prepare.main([name, '--input', name, '--tokenizer', 'bytes'])
         assert documents(Path('data', name), 'val') == expected
 
@@ -321,19 +322,45 @@ def test_python_files(tmp_path, monkeypatch):
     whole in one split, and validation text is at most the wanted share."""
     folders = dict(stdlib=tmp_path / 'lib', purelib=tmp_path / 'venv')
     monkeypatch.setattr(prepare.sysconfig, 'get_path', lambda name: str(folders[name]))
-    for n in range(8):
-        for m in range(3):
-            path = folders['stdlib' if n < 4 else 'purelib'] / f'package_{n}' / f'{m}.py'
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f'package, m = {n}, {m}\n')
-    (folders['stdlib'] / 'site-packages').mkdir()
-    others = {'lib/site-packages/a.py': 'x = 1\n', 'lib/copy.py': 'package, m = 5, 0\n',
+    files = {f"{'lib' if n < 4 else 'venv'}/package_{n}/{m}.py": f'package, m = {n}, {m}\n'
+             for n in range(8) for m in range(3)}
+    files |= {'lib/site-packages/a.py': 'x = 1\n', 'lib/copy.py': 'package, m = 5, 0\n',
               'venv/long.py': '#' * 200_001, 'venv/empty.py': '\n'}
-    for path, text in others.items():
-        (tmp_path / path).write_text(text)
+    write_files(tmp_path, files)
     documents = list(prepare.read_python(0.25))
     assert len(documents) == 24 and len({text for _, text in documents}) == 24
     splits = {}
     for split, text in documents:
         splits.setdefault(text.split()[3], set()).add(split)
     assert sorted(map(sorted, splits.values())) == 6 * [['train']] + 2 * [['val']]
+
+
+# ---- The toy corpora ----------------------------------------------------------------------------
+
+PINNED = {'toy_stories': 'b3d26387a782821f', 'toy_math': 'afee4c8257df1176',
+          'toy_lingo': 'f139e314a00cf786', 'toy_blimp': 'fb8e16909503a603',
+          'toy_glue': '1729a115d847c290'}
+
+
+def test_toy_is_the_same_everywhere(data_dir):
+    for name, expected in PINNED.items():
+        digest = hashlib.sha256()
+        folder = data_dir / name
+        for path in sorted(folder.glob('*.bin')) + sorted(folder.glob('*.jsonl')):
+            digest.update(path.read_bytes())
+        assert digest.hexdigest()[:16] == expected, name
+
+
+def test_toy_folders(data_dir, tmp_path, capsys, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in data_dir.rglob('*')}
+    prepare.main(['toy', '--out', str(data_dir)])
+    assert 'holds all toy corpora already' in capsys.readouterr().out
+    prepare.make_missing_toys(['toy_math', 'my_book'], data_dir)
+    assert before == {path: path.stat().st_mtime_ns for path in data_dir.rglob('*')}
+    assert sorted(os.listdir(data_dir)) == sorted(TOYS)
+    names = ['toy_stories', 'toy_math', 'toy_lingo']
+    assert len({load_tokenizer(data_dir / name).hash for name in names}) == 1
+    made = []
+    monkeypatch.setattr(prepare, 'make_toy', lambda root, names: made.append(names))
+    prepare.make_missing_toys(['my_book', 'toy_stories', 'toy_stories', 'toy_storys'], tmp_path)
+    assert made == [['toy_stories']]

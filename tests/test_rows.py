@@ -1,8 +1,8 @@
 """How rows of experts are chosen and multiplied: the fast forms of plumbing/rows.py against the
 plain ones of the model files, outputs and gradients. (The rest: the oracles of the models.)"""
 
+import functools
 import importlib.util
-import math
 import sys
 
 import pytest
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 import moduleformer
 import moep
 import selfmoe
-from conftest import ROOT
+from fixtures import ROOT
+from oracles import with_gradients
 from plumbing import rows
 
 FILES = dict(moep=moep, moduleformer=moduleformer, selfmoe=selfmoe)
@@ -32,17 +33,6 @@ def load(name, folder, change=lambda text: text):
 
 def plain(name, folder):
     return load(name, folder, lambda text: text.replace('from plumbing.rows', 'from nowhere'))
-
-
-def both(name, folder, inputs, use):
-    """[outputs and gradients] with the plain Rows, and with the fast one."""
-    results = []
-    for Rows in (plain(name, folder).Rows, rows.Rows):
-        tensors = [x.clone().requires_grad_() for x in inputs]
-        y = use(Rows, *tensors)
-        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-        results.append([y, *torch.autograd.grad(y, tensors, weight)])
-    return results
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
@@ -77,7 +67,9 @@ def test_the_fast_rows_are_the_plain_ones(tmp_path, K, sparse, dtype):
     for name in cases.keys() & FILES.keys():
         use, inputs = cases[name]
         close = {} if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-5)
-        for a, b in zip(*both(name, tmp_path, inputs, use), strict=True):
+        both = (with_gradients(functools.partial(use, Rows), inputs)
+                for Rows in (plain(name, tmp_path).Rows, rows.Rows))
+        for a, b in zip(*both, strict=True):
             torch.testing.assert_close(a, b, **close)
 
 
@@ -86,13 +78,10 @@ def test_the_fast_projections_are_the_plain_ones(tmp_path):
     P, D, n_head = 3, 8, 2
     inputs = [torch.randn(*shape, dtype=torch.float64)
               for shape in ((2, 5, D), (P, D), (P, D), (P, D, 3 * D), (P, 3 * D))]
-    results = []
-    for function in (plain('moep', tmp_path).project_all, rows.project_all):
-        tensors = [x.clone().requires_grad_() for x in inputs]
-        q, k, v = function(*tensors, n_head)
-        y = (q.exp() * k + v).sum()
-        results.append([q, k, v, *torch.autograd.grad(y, tensors)])
-    for a, b in zip(*results, strict=True):
+    functions = plain('moep', tmp_path).project_all, rows.project_all
+    both = (with_gradients(lambda *tensors: torch.stack([*project(*tensors, n_head)]), inputs)
+            for project in functions)
+    for a, b in zip(*both, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -128,22 +117,12 @@ def test_grouped_products(E, ends, rest, monkeypatch):
     for has_kernel, d_in, d_out in ((True, 8, 16), (True, 7, 16), (True, 8, 5), (False, 8, 16)):
         if not has_kernel:
             monkeypatch.delattr(F, 'grouped_mm')
-        inputs = [torch.randn(len(group) + rest, d_in, requires_grad=True),
-                  torch.randn(E, d_in, d_out, requires_grad=True)]
-        x, w = [tensor.double() for tensor in inputs]
-        want = F.pad((x[:len(group), None] @ w[group])[:, 0], (0, 0, 0, rest))
-        products = rows.grouped_mm(*inputs, ends), want
-        for weight in (torch.randn(want.shape), torch.ones(()).expand(want.shape)):
-            results = [[y, *torch.autograd.grad(y, inputs, weight.to(y), retain_graph=True)]
-                       for y in products]
-            for a, b in zip(*results, strict=True):
-                torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-3)
+        inputs = torch.randn(len(group) + rest, d_in), torch.randn(E, d_in, d_out)
 
-
-@pytest.mark.parametrize('top_k', [1, 3, 4])
-@pytest.mark.parametrize('module', [moep, moduleformer])
-def test_no_choice_is_taken_twice(module, top_k):
-    """Not even if scores underflow, tie or are nan."""
-    router = module.Router(4, 4, module.Config(top_k=top_k))
-    choice = router.choose(torch.tensor([[1e4, 0, 0, 0], [0.5] * 4, [math.nan] * 4]))
-    assert all(len({*row}) == top_k for row in choice.tolist())
+        def slow(x, w):
+            return F.pad((x[:len(group), None] @ w[group])[:, 0], (0, 0, 0, rest))
+        for weight in (None, torch.ones(()).expand(len(inputs[0]), d_out)):
+            fast = with_gradients(lambda x, w: rows.grouped_mm(x, w, ends), inputs, weight)
+            exact = with_gradients(slow, [tensor.double() for tensor in inputs], weight)
+            for a, b in zip(fast, exact, strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)

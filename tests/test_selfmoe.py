@@ -7,28 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oracles import (attention, compare, rms, route, same_routes, swiglu, switch_balance,
-                     tokens)
-from selfmoe import SelfMoE, SelfMoEConfig, add_gates, select_gates, upcycle
+import test_contract
+from oracles import attention, compare, rms, route, same_routes, swiglu, switch_balance, tokens
+from selfmoe import add_gates, select_gates, upcycle
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
-             ffn_hidden=8)
+SMALL = dict(block_size=16, n_layer=3, n_head=4, n_kv_head=2, ffn_hidden=8)
 
 
-def make(seed=0, dtype=torch.float64, n=1, k=1, scale=0.15, **changes):
-    """A small model, upcycled to n experts if n > 1, with gains, gates, routers and experts that
-    matter."""
-    torch.manual_seed(seed)
-    model = SelfMoE(SelfMoEConfig(**{**SMALL, **changes}))
-    model = (upcycle(model, n, k) if n > 1 else model).to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_((0.4 if 'gates' in name or 'router' in name else scale) * torch.randn_like(p))
-    return model
+def make(n=1, k=1, **changes):
+    """A small mixture of n experts, or a dense model."""
+    return test_contract.make('selfmoe', **{**SMALL, 'n_expert': n, 'top_k': k, **changes})
 
 
 # ---- The slow version ----------------------------------------------------------------------------
-
 
 def feed_forward(ffn, x, c, log):
     """mlp of Eq. 7 for one token: SwiGLU, or the K likeliest of E of them, weights renormalised."""
@@ -104,25 +95,13 @@ def test_oracle(changes):
 
 # ---- Surgery -------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize('n', [1, 2])
 @pytest.mark.parametrize('kind', ['matrix', 'vector', 'scalar'])
 def test_add_gates_starts_as_the_base(kind, n):
     base, x = make(n=n, k=n), tokens(3, 16)
     gated = add_gates(base, kind)
-    assert gated.wte.weight.dtype == torch.float64 and torch.equal(base(x)[0], gated(x)[0])
+    assert torch.equal(base(x)[0], gated(x)[0])
     assert list(gated.gates) == ['1', '2'] and gated.config.gate == kind          # n - 1 gates
-
-
-class MySelfMoE(SelfMoE):
-    pass
-
-
-def test_surgery_keeps_class_and_mode():
-    for training in (True, False):
-        model = MySelfMoE(SelfMoEConfig(**SMALL)).train(training)
-        for new in (add_gates(model), upcycle(model)):
-            assert type(new) is MySelfMoE and all(m.training == training for m in new.modules())
 
 
 @pytest.mark.parametrize('n, k', [(2, 2), (4, 2), (4, 1)])
@@ -140,22 +119,7 @@ def test_upcycle_starts_as_the_base_and_breaks_symmetry(n, k):
             assert b.ffn.router.linear.weight.grad.abs().max() < 1e-12
 
 
-def test_sizes_of_the_paper():
-    """Mistral-7B: matrix gates add 0.52B (section 4.1: 0.5B), the mixture of two has 13B (section
-    4.3.2)."""
-    mistral = dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096,
-                   ffn_hidden=14336)
-    with torch.device('meta'):
-        base = SelfMoE(SelfMoEConfig(**mistral))
-        total = base.count_params()[0]
-        assert total == 7_241_732_096                    # the published model's own count
-        assert round((add_gates(base, 'matrix').count_params()[0] - total) / 1e9, 2) == 0.52
-        mixed, active = SelfMoE(SelfMoEConfig(**mistral, n_expert=2, top_k=2)).count_params()
-    assert round(mixed / 1e9) == 13 and mixed - active == 32000 * 4096   # both experts are active
-
-
 # ---- Choosing gates ------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize('rule, args, keeps', [
     ('improves', {}, lambda row: row['with'] < row['without']),
@@ -166,11 +130,9 @@ def test_sizes_of_the_paper():
 def test_select_gates_by_rule(rule, args, keeps):
     """A gate of zero changes nothing, to the last bit; a gate that is removed is one of zero. There
     is no dropout while it calibrates."""
-    model, x = make(seed=1, gate='vector', n_layer=6, dropout=0.5).train(), tokens(4)
+    model, x = make(seed=5, gate='vector', n_layer=6, dropout=0.5).train(), tokens(4)
     torch.nn.init.zeros_(model.gates['3'].weight)
-    before = copy.deepcopy(model.state_dict())
     chosen, table = select_gates(model, iter([(x, x.roll(-1, 1))]), rule, **args)
-    assert all(module.training for module in [*model.modules(), *chosen.modules()])
     assert table == select_gates(model.eval(), [(x, x.roll(-1, 1))], rule, **args)[1]
     assert table[2]['without'] == table[2]['with']
     kept = [row['layer'] for row in table if keeps(row)]
@@ -182,9 +144,6 @@ def test_select_gates_by_rule(rule, args, keeps):
     for i in removed:
         torch.nn.init.zeros_(expected.gates[str(i)].weight)
     assert torch.equal(chosen.eval()(x)[0], expected(x)[0])
-    for p in chosen.parameters():
-        torch.nn.init.zeros_(p)
-    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())     # a copy
 
 
 @pytest.mark.parametrize('changes', [
@@ -212,7 +171,7 @@ def test_select_gates_table_against_the_oracle(changes):
 def test_select_gates_is_exact_in_bfloat16():
     """Its logits are rounded, but not the perplexity: else gates that help a little look
     useless."""
-    model, x = make(gate='matrix', dtype=torch.bfloat16).eval(), tokens(3)
+    model, x = make(gate='matrix', dtype=torch.bfloat16), tokens(3)
     _, table = select_gates(model, [(x, x.roll(-1, 1))])
     nats = F.cross_entropy(model(x)[0].float().transpose(1, 2), x.roll(-1, 1), reduction='none')
     assert table[-1]['with'] == pytest.approx(nats.mean(1).exp().mean().item(), rel=1e-6)

@@ -23,26 +23,17 @@ def test_a_config_is_run_and_names_with_an_underscore_are_its_own(config):
                                        aux_weights=dict(block_balance=0.01))
 
 
-def test_keys_go_to_their_owners(config):
+def test_keys_go_to_their_owners_and_later_ones_win(config):
     s, module, keys = read_settings([config, '--data=toy_math', '--n_head=4', '--resume'])
     assert (s.batch_size, s.data, s.resume, module.__name__) == (16, 'toy_math', True, 'moep')
     assert keys == dict(n_embd=48, n_head=4)
-
-
-def test_later_arguments_win(config):
     assert read_settings([config, '--batch_size=3', '--batch-size=4'])[0].batch_size == 4
     assert read_settings(['--batch_size=3', config])[0].batch_size == 16
 
 
-@pytest.mark.parametrize('path, out_dir', [
-    ('config/moep.py', 'out/moep'), ('config/paper/moep.py', 'out/paper/moep'),
-    ('/somewhere/config/a/b.py', 'out/a/b'), ('mine.py', 'out/mine'),
-    ('there/mine.py', 'out/mine')])
-def test_the_folder_of_a_run(path, out_dir):
-    assert default_out_dir(path) == out_dir
-
-
-def test_another_folder_for_the_run(config):
+def test_the_folder_of_a_run(config):
+    assert default_out_dir('config/moep.py') == 'out/moep'
+    assert default_out_dir('/somewhere/config/a/b.py') == 'out/a/b'
     assert read_settings([config])[0].out_dir == 'out/mine'
     assert read_settings(['--out_dir=x', config])[0].out_dir == 'x'
     assert read_settings(['--model=stlm'])[0].out_dir == 'out/stlm'

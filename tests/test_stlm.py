@@ -1,5 +1,5 @@
 """stlm.py against a slow version from LLaMA's definitions and section 5.2, one position at a time;
-its streams of chunks, from text and back; its dropout schedule."""
+its streams of chunks, pauses and sentences, from text and back; its dropout schedule."""
 
 import math
 import random
@@ -11,33 +11,28 @@ import torch
 
 import plumbing.tokenizer as tokenizers
 import stlm
+import test_contract
 from oracles import attention, compare, rms, swiglu
-from plumbing.bins import val_batches
+from plumbing.bins import load_bin, val_batches
 from plumbing.bpe import train_bpe
-from plumbing.chunks import SENTENCES, chunk_tokenizer, sentence_tokenizer
+from plumbing.chunks import SENTENCES, chunk_tokenizer, pause_tokenizer, sentence_tokenizer
+from plumbing.tokenizer import load_tokenizer
+from prepare import write_data_set
 from stlm import STLM, STLMConfig
 from test_contract import assert_one_graph, compile_and_record, pair
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=16,
-             ffn_hidden=8, dropout=0.0)
-BYTES = dict(vocab_size=9, block_size=16, n_layer=2, byte_limit=3, byte_embd=8, byte_layer=2,
-             byte_head=2)
+SMALL = dict(block_size=16, n_layer=3, n_head=4, n_kv_head=2, ffn_hidden=8)
+BYTES = dict(SMALL, n_layer=2, byte_layer=2)
 SHARES = [dict(n_kv_head=1), dict(share='ffn'), dict(share='all'), dict(share='ffn', lora_rank=2),
           dict(share='all', lora_rank=3, n_kv_head=4), dict(share='ffn', share_group=2),
           dict(share='all', share_group=2, lora_rank=2)]  # of three layers: groups of two and one
 
 
-def make(seed=0, dtype=torch.float64, scale=0.15, **changes):
-    """A small model whose gains, adapters and positions matter. With byte_limit or decoder:
-    byte-level."""
-    torch.manual_seed(seed)
-    byte_level = BYTES if {'byte_limit', 'decoder'} & {*changes} else {}
-    model = STLM(STLMConfig(**{**SMALL, **byte_level, **changes})).to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            joint = name in ('ends.start', 'ends.pool.weight', 'ends.spread.weight')
-            p.add_((0.4 if joint else scale) * torch.randn_like(p))
-    return model
+def make(**changes):
+    """A small model in training mode. With byte_limit or decoder: byte-level."""
+    is_bytes = {'byte_limit', 'decoder'} & {*changes}
+    name, sizes = ('stlm_bytes', BYTES) if is_bytes else ('stlm', SMALL)
+    return test_contract.make(name, **{**sizes, **changes}).train()
 
 
 # ---- The slow version ----------------------------------------------------------------------------
@@ -133,21 +128,6 @@ def test_oracle(changes, T):
 
 # ---- Counts --------------------------------------------------------------------------------------
 
-def test_sizes_of_the_paper():
-    """55.9M; the byte-level parts have 93% fewer parameters than the table they replace, 90 to 95%
-    in 5.2."""
-    with torch.device('meta'):
-        total, active = STLM(STLMConfig()).count_params()
-        model = STLM(STLMConfig(vocab_size=259, block_size=13 * 512, byte_limit=12))
-    assert total == active and abs(total / 55.9e6 - 1) < 0.002
-    parts = Counter()
-    for name, p in model.named_parameters():
-        parts[name.startswith('ends.')] += p.numel()
-    table = 50257 * 512
-    assert parts[True] < 0.1 * table and round(100 - 100 * parts[True] / table) == 93
-    assert parts[False] == total - table                 # the core is the baseline's
-
-
 @pytest.mark.parametrize('name, std', [
     ('ends.wte', 48 ** -0.5), ('ends.encoder.position', 48 ** -0.5), ('ends.start', 0.02),
     ('ends.decoder.attention.1.qkv', 48 ** -0.5), ('ends.decoder.ffn.0.fc', 48 ** -0.5),
@@ -217,6 +197,67 @@ def test_nothing_is_lost(kind, limit):
         shape = dict(byte_limit=limit, vocab_size=V, block_size=4 * (limit + 1))
         x, y = next(val_batches(np.array(symbols), shape['block_size'], 64, V - 1))
         assert make(dtype=torch.float32, **shape)(x, y, reduction='none')[1].isfinite().all()
+
+
+# ---- Pauses and sentences (section 5.4) ----------------------------------------------------------
+
+QUESTION = 'Ann has 3 red hats. She gets 4 more. How many hats does Ann have?\n'
+PROBLEM = QUESTION + '3 + 4 = 7. The answer is 7.'
+
+
+def test_pauses_follow_the_first_line():
+    for base in bases():
+        tokenizer = pause_tokenizer(base, 3)
+        pause = base.n_vocab
+        assert (tokenizer.n_vocab, tokenizer.pad, tokenizer.eot) == (pause + 1, pause, base.eot)
+        for text in [*texts(), PROBLEM]:
+            ids = tokenizer.encode(text)
+            line, newline, rest = text.partition('\n')
+            pauses = [pause] * 3 if newline else []
+            assert ids == base.encode(line + newline) + pauses + base.encode(rest)
+            assert tokenizer.decode(ids) == text
+
+
+def test_a_document_in_parts_pauses_once(tmp_path):
+    """Of 64 KB each: the first line ends in the first part, or in the third."""
+    long = 'many words ' * 15000
+    docs = [f'a\n{long}\nb', f'{long}\n{long}', long, 'a\nb']
+    pairs = [('train', text) for text in docs] + [('val', 'x\ny')]
+    write_data_set(tmp_path / 'd', pairs, bases()[1], ('pauses', 2))
+    tokenizer, ids = load_tokenizer(tmp_path / 'd'), load_bin(tmp_path / 'd', 'train')
+    parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)[1:-1]
+    assert sorted(part[:-1].tolist() for part in parts) == sorted(map(tokenizer.encode, docs))
+    assert (ids == tokenizer.pad).sum() == 6
+
+
+@pytest.mark.parametrize('text, sentences', [
+    ('He said "No." (Why?) So', ['He said "No."', ' (Why?)', ' So']),
+    ('It is 3.5 now.\nA.b', ['It is 3.5 now.\n', 'A.b']),
+    ('a. \n\nb.  c. ', ['a. \n', '\nb.', '  c. ']),
+    ('Wait... what', ['Wait...', ' what'])])
+def test_where_sentences_end(text, sentences):
+    assert SENTENCES.findall(text) == sentences
+
+
+@pytest.mark.slow
+def test_the_scripts_on_pauses_and_sentences(run, smoke, monkeypatch):
+    """sample.py keeps the pauses of a prompt, and leaves its last sentence open."""
+    prompts = []
+
+    def generate(self, idx, *_):
+        prompts.append(idx[0].tolist())
+        return idx
+    pauses, thoughts = smoke('config/stlm_pause.py'), smoke('config/stlm_thoughts.py')
+    monkeypatch.setattr(stlm.STLM, 'generate', generate)
+    for folder in (pauses, thoughts):
+        done = run('sample.py', folder, f'--prompt={QUESTION}', here=True)
+        assert done.stdout.strip() == QUESTION.strip()
+    tokenizer = load_tokenizer(pauses)
+    assert prompts[0] == [tokenizer.eot, *tokenizer.encode(QUESTION)]
+    assert prompts[0][-10:] == tokenizer.pauses
+    tokenizer = load_tokenizer(thoughts)
+    ids = tokenizer.end + tokenizer.encode(QUESTION)
+    assert prompts[1] == ids[:len(prompts[1])] and tokenizer.token_bytes[prompts[1][-1]] == b'\n'
 
 
 # ---- Dropout -------------------------------------------------------------------------------------

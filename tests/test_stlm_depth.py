@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import stlm_depth
+import test_contract
 from oracles import attention, compare, rms, swiglu, tokens, uncached
-from stlm_depth import STLMDepth, STLMDepthConfig, accept
+from stlm_depth import accept
 
-SMALL = dict(vocab_size=37, block_size=16, n_layer=4, n_head=4, n_kv_head=2, n_embd=16,
-             ffn_hidden=12, dropout=0.0, capacity=0.4)
+SMALL = dict(block_size=16, n_head=4, n_kv_head=2, ffn_hidden=12)
 ROUTED = [{}, dict(route_every=3, n_layer=3, n_kv_head=1),
           dict(capacity=0.01, n_layer=2, n_kv_head=4)]
 PLAIN = dict(capacity=1.0, n_layer=1)
@@ -30,13 +30,8 @@ def double():
 
 
 def make(seed=0, scale=0.25, **changes):
-    """A small model in which about half of the tokens pass, and everything matters."""
-    torch.manual_seed(seed)
-    model = STLMDepth(STLMDepthConfig(**{**SMALL, **changes}))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(scale * torch.randn_like(p))
-    return model
+    """A small model in training mode, of which about half of the tokens pass."""
+    return test_contract.make('stlm_depth', scale, seed, **{**SMALL, **changes}).train()
 
 
 def routed_layers(model):

@@ -13,9 +13,7 @@ from plumbing import tokenizer as tokenizers
 from plumbing.bpe import train_bpe
 from plumbing.chunks import chunk_tokenizer
 from plumbing.hf import byte_letters, hf_tokenizer
-from plumbing.tokenizer import (EOT, PATTERN, build_tokenizer, choose_tokenizer, copy_tokenizer,
-                                load_tokenizer, rank_tokenizer, ranks_blob)
-from prepare import write_data_set
+from plumbing.tokenizer import (EOT, PATTERN, choose_tokenizer, rank_tokenizer, ranks_blob)
 
 TEXT = 'The cat sat on the mat. The dog sat on the cat; the cat was sad, ' \
     "and the dog wasn't. It's 1234 o'clock.\n\n  Ünïcode 日本語 🙂🙂\t\n"
@@ -105,11 +103,10 @@ def test_a_long_text_is_encoded_in_parts():
     assert len(tokenizers.PARTS.findall(text)) > 5
 
 
-@pytest.mark.parametrize('unit', [' ', '\n', 'a', '.'])
+@pytest.mark.parametrize('unit', [' ', '\n', 'a'])
 def test_a_million_of_one_kind(unit):
     """tiktoken's own stack overflows."""
-    n = 10 ** 6 if unit.isspace() else 10 ** 5           # what is no blank never overflows
-    text = (unit * n)[:n]
+    text = unit * (10 ** 6 if unit.isspace() else 10 ** 5)
     tokenizer = rank_tokenizer(BYTES)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -181,26 +178,6 @@ def test_bytes_and_hashes():
     tokenizer = choose_tokenizer('bytes')
     assert tokenizer.n_vocab == 257 and tokenizer.eot == 256
     assert tokenizer.encode('é!') == [0xC3, 0xA9, 33]
-    for text in ODD:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
     hashes = [tokenizer.hash, rank_tokenizer(BYTES).hash,
               chunk_tokenizer(tokenizer, 4).hash, chunk_tokenizer(tokenizer, 5).hash]
     assert len(set(hashes)) == 4
-
-
-# ---- Their files --------------------------------------------------------------------------------
-
-def test_run_folder_stands_alone(tmp_path):
-    corpus = [('train', text) for text in TEXT.split()] * 9
-    write_data_set(tmp_path / 'd', corpus, 300)
-    write_data_set(tmp_path / 'c', corpus, load_tokenizer(tmp_path / 'd'), ('chunks', 3))
-    write_data_set(tmp_path / 'b', corpus, build_tokenizer('bytes'))
-    for name in 'dcb':
-        run = tmp_path / f'run_{name}'
-        run.mkdir()
-        copy_tokenizer(tmp_path / name, run)
-        tokenizer = load_tokenizer(tmp_path / name)
-        (tmp_path / name).rename(tmp_path / f'gone_{name}')
-        alone = load_tokenizer(run)
-        assert alone.hash == tokenizer.hash and alone.kind == tokenizer.kind
-        assert alone.encode('the red') == tokenizer.encode('the red')

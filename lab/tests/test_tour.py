@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from fixtures import ROOT
 
 PAGE = (ROOT / 'docs' / 'tour.md').read_text(encoding='utf-8')
 NUMBER = re.compile(r'[-+]?\d[\d,]*(?:\.\d+)?')

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
