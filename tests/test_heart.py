@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fixtures import ROOT
+from common import ROOT
 
 FOLDERS = ['config', 'plumbing', 'tests']
 FILES = ['README.md', 'pyproject.toml', 'requirements.txt']

@@ -14,7 +14,7 @@ import torch
 
 import moduleformer
 import test_contract
-from fixtures import ROOT
+from common import ROOT
 from moduleformer import break_stick
 from oracles import with_gradients
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import prepare
-from fixtures import ROOT, documents
+from common import ROOT, documents
 from plumbing.bins import load_bin, read_windows
 from plumbing.cli import UserError
 from plumbing.download import new_folder

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import moduleformer
 import moep
 import selfmoe
-from fixtures import ROOT
+from common import ROOT
 from oracles import with_gradients
 from plumbing import rows
 

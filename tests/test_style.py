@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from fixtures import ROOT
+from common import ROOT
 from test_contract import CASES, pair
 
 MODELS = ['moep', 'papaformer', 'moduleformer', 'selfmoe', 'stlm', 'stlm_depth']

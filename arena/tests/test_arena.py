@@ -14,7 +14,7 @@ import pytest
 from arena import __main__ as arena
 from arena import leaderboard
 from arena.entries import ENTRIES
-from fixtures import ROOT, run_here
+from common import ROOT, run_here
 from plumbing import settings
 from plumbing.bins import load_bin
 from plumbing.checkpoint import read_checkpoint

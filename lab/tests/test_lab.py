@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from fixtures import ROOT
+from common import ROOT
 from lab.__main__ import FILES, run_checks, state_of
 from lab.checks import CHECKS, PLACES
 from lab_solutions import RIGHT, WRONG

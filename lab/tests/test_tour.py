@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fixtures import ROOT
+from common import ROOT
 
 PAGE = (ROOT / 'docs' / 'tour.md').read_text(encoding='utf-8')
 NUMBER = re.compile(r'[-+]?\d[\d,]*(?:\.\d+)?')

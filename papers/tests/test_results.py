@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from fixtures import ROOT
+from common import ROOT
 from plumbing.settings import Settings, import_model
 from tools.surgery import list_surgeries
 

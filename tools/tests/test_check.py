@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import moduleformer
-from fixtures import ROOT
+from common import ROOT
 from moep import MoEP, MoEPConfig, Router
 from plumbing.bins import load_bin
 from plumbing.checkpoint import data_folders, load_checkpoint

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fixtures import ROOT, browse, in_a_browser
+from common import ROOT, browse, in_a_browser
 from tools import compare
 
 NASTY = '</script><b id="x">"\'&$\x1b[2J'

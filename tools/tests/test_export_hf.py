@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import selfmoe
-from fixtures import ROOT
+from common import ROOT
 from plumbing.bins import load_bin
 from plumbing.bpe import train_bpe
 from plumbing.checkpoint import load_checkpoint, write_checkpoint
