@@ -209,7 +209,8 @@ def hf_config(model, ckpt):
     home = 'modeling_nanopaths.Nanopaths'
     return dict(
         model_type='nanopaths', architectures=['NanopathsForCausalLM'],
-        auto_map=dict(AutoConfig=f'{home}Config', AutoModelForCausalLM=f'{home}ForCausalLM'),
+        auto_map=dict(AutoConfig=f'{home}Config', AutoModel=f'{home}Model',
+                      AutoModelForCausalLM=f'{home}ForCausalLM'),
         tokenizer_class='PreTrainedTokenizerFast',
         model_config=ckpt['config'], aux_weights=ckpt['settings']['aux_weights'],
         context_limit=context_limit(model), hidden_size=states.size(-1),

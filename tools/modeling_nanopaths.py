@@ -9,7 +9,7 @@ padded; a padded batch is read anew for every token.
 
 import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from .moep import Config, Model          # export_hf writes the name of the model's file here
 
@@ -61,20 +61,20 @@ class NanopathsForCausalLM(PreTrainedModel, GenerationMixin):
             logits, aux = past.extend(self, input_ids)
         else:
             past = None
-            logits, aux = self.compute_padded(input_ids, keep)
+            logits, aux = self.compute_padded(self.model, input_ids, keep)
         loss = None
         if labels is not None:
             loss = self.loss(logits, labels, keep, aux, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
         return output if return_dict is not False else output.to_tuple()
 
-    def compute_padded(self, ids, keep):
-        """Logits where the tokens stood, 0 at padding; and the auxiliary losses."""
+    def compute_padded(self, compute, ids, keep):
+        """Logits or states where the tokens stood, 0 at padding; and the auxiliary losses."""
         longest = max(1, int(keep.sum(1).max()))
         order = (~keep).int().argsort(dim=1, stable=True)[:, :longest]
-        logits, _, aux = self.model(ids.gather(1, order))
-        padded = logits.new_zeros(*ids.shape, logits.size(-1))
-        padded = padded.scatter(1, order[:, :, None].expand_as(logits), logits)
+        values, *_, aux = compute(ids.gather(1, order))
+        padded = values.new_zeros(*ids.shape, values.size(-1))
+        padded = padded.scatter(1, order[:, :, None].expand_as(values), values)
         return padded.masked_fill(~keep[:, :, None], 0), aux
 
     def loss(self, logits, labels, keep, aux, n_items):
@@ -103,6 +103,15 @@ class NanopathsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _supports_default_dynamic_cache(self):           # generate is to leave the cache to us
         return False
+
+
+class NanopathsModel(NanopathsForCausalLM):
+    """AutoModel: the states under the head, on which BabyLM's pipeline trains a classifier."""
+
+    def forward(self, input_ids, attention_mask=None, **others):
+        keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        states, _ = self.compute_padded(self.model.features, input_ids, keep.bool())
+        return BaseModelOutput(states)
 
 
 class Past:

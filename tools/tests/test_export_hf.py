@@ -152,6 +152,20 @@ def test_padded_batch_is_as_one_by_one(exported, name):
     assert (on_the_right[0, :3] - ours(rows[0])[0][0]).abs().max() < 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('name', ['moep', 'moduleformer', 'stlm_depth'])
+def test_states_for_a_classifier(exported, name):
+    """AutoModel, on a row with padding and one without."""
+    ours, theirs = exported(name)
+    model = transformers.AutoModel.from_pretrained(theirs.name_or_path, trust_remote_code=True)
+    idx = random_ids(2, 9)
+    mask = torch.ones_like(idx)
+    mask[0, :3] = 0
+    states = model.eval()(idx, attention_mask=mask).last_hidden_state
+    assert (states[0, 3:] - ours.features(idx[:1, 3:])[0][0]).abs().max() < 1e-5
+    assert (states[1] - ours.features(idx[1:])[0][0]).abs().max() < 1e-5
+
+
 def test_loss(exported):
     ours, theirs = exported('moep')
     idx = random_ids(2, 10)
