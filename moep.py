@@ -118,8 +118,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -151,8 +151,8 @@ class ParallelLayer(nn.Module):
         self.config = config
         self.layer = layer
         self.router = router(D, P, config)
-        # The P blocks' weights are stacked. Stacked vectors are 2-D like matrices: names in ...gain
-        # and ...bias tell train.py not to decay them.
+        # The P blocks' weights are stacked. So vectors are 2-D, like matrices. Their names end in
+        # gain or bias, which tells train.py not to decay them.
         self.norm_1_gain = nn.Parameter(torch.ones(P, D))
         self.norm_1_bias = nn.Parameter(torch.zeros(P, D))
         self.norm_2_gain = nn.Parameter(torch.ones(P, D))
@@ -186,7 +186,7 @@ class ParallelLayer(nn.Module):
 
 
 def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_head):
-    """Of all P blocks, norm_p(x) @ w[p] + b[p] -> queries, keys, values, each (B, P*H, T, d)"""
+    """norm_p(x) @ w[p] + b[p] for all P blocks -> queries, keys, values, each (B, P*H, T, d)"""
     n_BTD = F.layer_norm(x, x.shape[-1:])
     n_PBTD = n_BTD * gain_PD[:, None, None] + bias_PD[:, None, None]
     qkv_PBTF = n_PBTD @ w_PDF[:, None] + b_PF[:, None, None]

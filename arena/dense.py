@@ -193,8 +193,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
