@@ -236,7 +236,7 @@ class AttentionModules(nn.Module):
         return y_ND.view_as(x), (k, v), losses
 
     def keys_and_values(self, x, cache):
-        """-> keys and values, each (B, H, S, d): those of earlier text, in the cache, then x's."""
+        """-> keys and values, each (B, H, S, d): those that the cache holds, then those of x."""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = (y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v))
         if cache:
@@ -303,7 +303,7 @@ class ModuleFormer(nn.Module):
             part = name.split('.')[-2]                   # of blocks.0.att.q.weight: q
             if '.router.' in name and part not in ('A', 'B'):
                 continue                         # a custom router initialises its own extra weights
-            if name.endswith('bias'):                    # those of norms are 0 already
+            if name.endswith('bias'):
                 nn.init.zeros_(p)
             elif part in ('q', 'fc', 'kv', 'B'):         # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
@@ -328,7 +328,7 @@ class ModuleFormer(nn.Module):
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return self.head(x)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -373,9 +373,9 @@ class ModuleFormer(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: what multiplies a token. The head counts, the embedding does not. Of a
-        pool, the router and K modules count, or as many as `taken` says, {pool: modules per token},
-        with adapters (tools/lora.py) if there are any."""
+        """Total, and active: what multiplies a token. The head counts, the embedding does not. A
+        pool's router counts, and K of its modules, or as many as `taken` says, {pool: modules per
+        token}. Adapters (tools/lora.py) count with their modules."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
@@ -417,8 +417,8 @@ def absorb_inserted(model):
 
 
 def rebuild_with(model, weights, kept=None, **changes):
-    """A new model: the config with `changes`, these weights, and random ones where they lack a
-    module. `kept`, {pool: indices}: the modules whose rows are taken from them; None: all."""
+    """A new model from the config with `changes` and these weights. Weights with a row per module
+    keep the rows kept[pool] or, without `kept`, all rows and get random ones for new modules."""
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
     state = new.state_dict()
     for name, old in weights.items():
@@ -445,9 +445,9 @@ def count_usage(model, batches):
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3: remove rarely used modules -> the model, and for each pool how many it
     had and has. A module goes if its count, divided by its pool's largest (`max`) or total (`sum`),
-    is below the threshold; the K most used always stay. `usage` comes from count_usage; without it,
-    `batches`, a list of (idx, targets), are counted. The gates of modules that stay grow, because
-    the softmax has fewer terms. Nothing in the result is frozen."""
+    is below the threshold, but the K most used always stay. count_usage gives `usage`, or counts
+    `batches`, a list of (idx, targets). The gates of modules that stay grow, because the softmax
+    has fewer terms. Nothing in the result is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     model = absorb_inserted(model)

@@ -338,7 +338,7 @@ class MoEP(nn.Module):
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, (self.wte if self.config.tied else self.head).weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):

@@ -321,7 +321,7 @@ class PaPaformer(nn.Module):
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return self.head(x)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -376,11 +376,11 @@ class PaPaformer(nn.Module):
 # ---- Surgery -------------------------------------------------------------------------------------
 
 def compose(paths, **settings):
-    """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
-    width is the sum of theirs. Embedding and head are concatenated along the width, in the order of
-    the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
-    new config that do not follow from the paths. By default it has two Layer Blocks with as many
-    heads as all paths together, and the largest block_size and dropout of the paths."""
+    """Fig. 5: the layers of k trained paths become the parallel layers of a new model, as wide
+    as the paths together. Embedding and head are concatenated along the width, in the order of the
+    paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the new
+    config that do not follow from the paths. By default there are two Layer Blocks with as many
+    heads as all paths together, and block_size and dropout are the largest of the paths."""
     configs = [path.config for path in paths]
     first = configs[0]
     alike = ('vocab_size', 'attn_out_proj', 'rope_base', 'norm_eps')

@@ -339,7 +339,7 @@ class SelfMoE(nn.Module):
         return self.norm_f(h), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, (self.wte if self.config.tied else self.head).weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -444,10 +444,10 @@ def perplexity(model, h, targets):
 
 
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
-    """Remove gates after training -> (model, a list with a dict per gate). `rule` says which stay:
-    with `improves` those that lower the perplexity of their layer, with `changes` those that change
-    it by more than `threshold` (0.01 is 1%), with `printed` those that Eq. 5 keeps as it stands,
-    and with `from_layer`, as in Table 6, those of block `layer` and later ones."""
+    """Remove gates after training -> (model, a list with a dict per gate). The rule `improves`
+    keeps a gate that lowers the perplexity of its layer, `changes` one that changes it by more than
+    `threshold` (0.01 is 1%). `printed` is Eq. 5 to the letter. `from_layer`, as in Table 6, keeps
+    the gates of block `layer` and of later ones."""
     last = model.config.n_layer - 1
     assert model.gates, 'the model has no gates'
     assert rule in ('improves', 'changes', 'printed', 'from_layer'), \

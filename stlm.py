@@ -14,8 +14,8 @@ Section 5.3 is stlm_depth.py. Section 5.4 changes the data and not the model (do
 What to look at first: `ByteEnds.embed`, `encode` and `spell`, then `Transformer.run_layers`.
 
 Departures that change results (docs/stlm.md has all of them, and what we measured):
-- Of the decoder, the paper only says that it resembles the encoder. The authors' code spells all
-  bytes at once (`parallel`). Our `causal` decoder also reads earlier bytes, and is far better.
+- About the decoder, the paper says only that it resembles the encoder. The authors' code spells
+  all bytes at once (`parallel`). Our `causal` decoder also reads earlier bytes, and is far better.
 - The byte parts are 128 wide (the paper: "64 for example") and have learned positions.
 - Table 1 gives no number of key and value heads. 4, as in the authors' code, make 55.9M parameters.
 - Under a dropout schedule (section 5.5) attention has no dropout.
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(c) for _ in {*self.attention_of})
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in {*self.attention_of})
         self.ffn = nn.ModuleList(SwiGLU(c) for _ in {*self.ffn_of})
-        maps = dict(fc=self.ffn[0].fc, down=self.ffn[0].down)        # those that layers share
+        maps = dict(fc=self.ffn[0].fc, down=self.ffn[0].down)        # what the layers share
         if c.share == 'all':
             maps |= dict(qkv=self.attention[0].qkv, proj=self.attention[0].proj)
         self.adapters = nn.ModuleList(                   # each layer's own, one per shared map
@@ -293,8 +293,8 @@ class ChunkTransformer(Transformer):
                         dropout_schedule='constant')
         super().__init__(small)
         self.position = nn.Parameter(0.02 * torch.randn(config.byte_limit + 1, d))
-        for p in self.parameters():                      # narrow maps learn far faster if they
-            if p.dim() == 2:                             # start from 1/sqrt(fan-in): docs/stlm.md
+        for p in self.parameters():
+            if p.dim() == 2:             # 1/sqrt(fan-in), from which narrow maps learn far faster
                 p.data.mul_(1 / (0.02 * math.sqrt(p.size(1))))
 
     def forward(self, x, mask=None, causal=False):       # x is (B, C, L, d)

@@ -95,7 +95,7 @@ class RoutedLayer(nn.Module):
         index_BKD = index[..., None].expand(-1, -1, x.size(-1))
         position = position[0, index]                    # (B, K)
         table = [angle[0, index][:, None] for angle in table]    # cosine and sine, (B, 1, K, d)
-        y = self.block(x.gather(1, index_BKD), position, table, cache)       # only those who pass
+        y = self.block(x.gather(1, index_BKD), position, table, cache)       # only what passes
         y = y * score.gather(1, index)[..., None]
         update = torch.zeros_like(x).scatter(1, index_BKD, y.type_as(x))
         return update, passes, losses
@@ -175,7 +175,7 @@ def accept(p, drafts, draft_probs):
 
 
 def probabilities(logits, temperature, top_k):
-    """Of the next token. At temperature 0 (or below): 1 for the best token, 0 for the others."""
+    """Those of the next token. At temperature 0 the best token has 1, the others 0."""
     logits = logits.float()
     if temperature <= 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).float()

@@ -284,7 +284,7 @@ class Dense(nn.Module):
         return norm(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
