@@ -2,7 +2,7 @@
 "ModuleFormer: Learning Modular Large Language Models From Uncurated Data" (Shen et al. 2023).
 
 Every layer is two pools of modules, first attention, then FFN. In each pool a router chooses K
-modules for each token, and adds up what they return, weighted by gates:
+modules for each token, whose results are added up, weighted by gates:
 
     x = x + sum_k gate_k * Attention_k(norm(x))
     x = x + sum_k gate_k * FFN_k(norm(x))

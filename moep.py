@@ -301,9 +301,10 @@ class MoEP(nn.Module):
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
-            if self.config.swiglu and name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down'):
+            is_expert = name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down')
+            if is_expert and self.config.swiglu:
                 std = 0.02 * math.sqrt(384 / self.config.n_embd)
-            elif name in ('shrink.down', 'grow.down'):   # linear experts (E, d_in, d_out)
+            elif is_expert:                              # linear (E, d_in, d_out)
                 std = 1 / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
