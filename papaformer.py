@@ -69,7 +69,7 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection maps the outputs of a layer's k blocks to the inputs of the next blocks, and losses.
+# A Connection takes the outputs of a layer's k blocks -> the inputs of the next blocks, and losses.
 
 class Share(nn.Module):
     """Share-Linear (Fig. 3): one linear map of the concatenated outputs. All next blocks read its
