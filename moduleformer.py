@@ -1,34 +1,28 @@
 """
 "ModuleFormer: Learning Modular Large Language Models From Uncurated Data" (Shen et al. 2023).
 
-A decoder in which every layer is two pools of modules: attention modules, then FFN modules. In
-each pool a router chooses K modules for each token and weights them by gates:
+Every layer is two pools of modules, first attention, then FFN. In each pool a router chooses K
+modules for each token, whose results are added up, weighted by gates:
 
     x = x + sum_k gate_k * Attention_k(norm(x))
     x = x + sum_k gate_k * FFN_k(norm(x))
 
 An attention module has its own query and output maps. All modules of a layer share keys and values,
 so a token can attend to every earlier token, whichever modules that token chose. Attention is
-*stick-breaking*: a query walks back in time with a stick of length 1, and each key, with logit z,
-breaks off the fraction sigmoid(z) of what is left. Of two equal matches the later one gets more, so
-the model needs no positional embeddings, and it runs at any length. `insert_experts` adds modules
-for a new domain, `prune_experts` removes those that a domain rarely uses.
+*stick-breaking*: of two keys that match equally well, the later one gets more weight. So the model
+needs no positional embeddings, and it runs at any length.
 
 What to look at first: `stick_weights`, `Router`, `Rows`, then `AttentionModules.forward`.
-Measured (10M words, four epochs, three seeds): 3.437 nats per token and BLiMP 69.6; a dense model
-of equal active size has 3.384 and 66.2 (docs/results.md).
 
-Departures that change a number (docs/moduleformer.md has all of them):
+Departures that change results (docs/moduleformer.md has all of them, and what we measured):
 - Eq. 3 has no scale. We divide z by sqrt(d), and a module has several heads, as in IBM's release.
-- Eq. 6 is the mutual information of tokens and modules. The text wants it large, so we minimise its
-  negative, Eq. 7: train with `loss + 0.01 * aux['mi']` (our weight).
-- Every loss is a sum over all 2 * n_layer routers, and uses the softmax before Top-K.
+- Eq. 6 is a mutual information, which the text wants large. We minimise its negative, Eq. 7: train
+  with `loss + 0.01 * aux['mi']`. The weight is ours.
+- Every loss is summed over all 2 * n_layer routers, and uses the softmax before Top-K.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
 tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width
-(d_att, d_ffd), H heads of width d, Q tokens of a query block; A, B of Eq. 2.
-
-Next to read: stlm.py.
+(d_att, d_ffd), H heads of width d, Q tokens of a query block. Next to read: stlm.py.
 """
 
 import math
@@ -82,38 +76,39 @@ class ModuleFormerConfig:
 # ---- The idea: stick-breaking attention, and pools of modules to choose from ---------------------
 
 def stick_weights(q, k, first):
-    """Eq. 3 and 4. Going back from its own position t, a query matches key j with probability
-    sigmoid(z_j). Key i's piece of the stick is the probability that it is the latest match:
+    """Eq. 3 and 4. A query walks back from its own position t with a stick of length 1. Key i has
+    the logit z_i, and breaks off the fraction sigmoid(z_i) of what later keys have left:
 
         p_i = sigmoid(z_i) * prod_{i<j<=t} (1 - sigmoid(z_j))
 
-    As sigmoid(z) = exp(z) * sigmoid(-z) and 1 - sigmoid(z) = sigmoid(-z), the logarithm of p_i is
-    z_i + sum_{i<=j<=t} log sigmoid(-z_j). The weights sum to at most 1: what remains of the stick
-    attends to nothing. q (B, H, Q, K, d): K queries for each of Q tokens, the first at position
-    `first`; k (B, H, S, d) -> logits z and weights p, both (B, H, Q*K, S)."""
+    In logarithms, log p_i = z_i + sum_{i<=j<=t} log sigmoid(-z_j), because 1 - sigmoid(z) is
+    sigmoid(-z), and sigmoid(z) is exp(z) * sigmoid(-z). What remains of the stick attends to
+    nothing, so the weights sum to at most 1. q (B, H, Q, K, d) has K queries for each of Q tokens,
+    the first at position `first`; k (B, H, S, d) -> logits z and weights p, both (B, H, Q*K, S)."""
     Q, K, d = q.shape[2:]
     wide = torch.promote_types(q.dtype, torch.float32)   # bfloat16 is too coarse for long sums
     future = torch.ones(Q, k.size(2), dtype=torch.bool, device=q.device).triu(first + 1)
     z = (q.flatten(2, 3) @ k.transpose(2, 3)).to(wide) / math.sqrt(d)           # Eq. 3
     z = z.masked_fill(future.repeat_interleave(K, 0), -math.inf)                # sigmoid(z) = 0
-    log_rest = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)    # log of what is left after key i
+    log_rest = F.logsigmoid(-z).flip(-1).cumsum(-1).flip(-1)    # log of what key i leaves
     return z, (z + log_rest).exp()                                              # Eq. 4
 
 
 def stick_attend(q, k, v, first):
-    """The values, summed by their weights, for queries from position `first` on."""
+    """The sum of the values, weighted by `stick_weights`."""
     _, p = stick_weights(q, k.type_as(q), first)
     return (p.type_as(q) @ v.type_as(q)).view_as(q)
 
 
 def break_stick(q, k, v, size):
-    """`stick_attend` for all queries, `size` tokens at a time and without the keys after them.
-    Backward computes the weights again, so memory holds only those of one piece."""
+    """`stick_attend` for `size` tokens at a time, each time without the keys after them. Backward
+    computes the weights again, so only those of one piece are in memory at once."""
     if can_fuse(q, k, v):                                # the same in one kernel
         return fused(q, k, v)
     wide = torch.promote_types(k.dtype, torch.float32)
-    k, v = k.to(wide), v.to(wide)                        # so their gradients add up in float32
-    outputs, end = [], k.size(2) - q.size(2)
+    k, v = k.to(wide), v.to(wide)                        # so that gradients add up in float32
+    outputs = []
+    end = k.size(2) - q.size(2)                          # keys before the first query
     for q_here in q.split(size, 2):
         first, end = end, end + q_here.size(2)
         seen = k[:, :, :end], v[:, :, :end]
@@ -122,8 +117,8 @@ def break_stick(q, k, v, size):
 
 
 class Stack(nn.Module):
-    """One matrix (or vector) per module of a pool. Inserted modules are a parameter of their own,
-    so that the old one can be frozen: zero gradients would not stop weight decay and momentum."""
+    """One matrix (or vector) per module of a pool. Those of inserted modules are a parameter of
+    their own, so that the old ones can be frozen. (Weight decay moves what has zero gradients.)"""
     def __init__(self, n, n_new, *shape):
         super().__init__()
         self.n_modules = n + n_new
@@ -135,9 +130,9 @@ class Stack(nn.Module):
 
 
 class Router(nn.Module):
-    """h(x) = A ReLU(B x), a softmax over all modules of the pool, and its K largest (Eq. 1, 2)
-    -> gates (N, K), choices (N, K), losses. Gates are not renormalised: at K = 1 they would all be
-    1, and the language modelling loss could not train the router."""
+    """Scores h(x) = A ReLU(B x), a softmax over all modules of the pool, and its K largest (Eq. 1,
+    2) -> gates (N, K), choices (N, K), losses by name. Gates are not renormalised. At K = 1 they
+    would all be 1, and the language modelling loss could not train the router."""
     def __init__(self, d, n_choices, config, n_new=0):   # n_new of the n_choices are inserted
         super().__init__()
         self.config = config
@@ -168,9 +163,9 @@ class Router(nn.Module):
         return gate_NK, self.losses(log_prob_NE)
 
     def losses(self, log_prob_NE):
-        """`mi`, for pretraining: use all modules, but let each token be sure of its own.
-        `concentration`, before pruning: use few. `rout_reg`, after insertion: keep new embeddings
-        A' (their logits) small."""
+        """`mi` is for pretraining: the pool uses all modules, but each token is sure of its own.
+        `concentration` is for the time before pruning: the pool uses few. `rout_reg` is for
+        inserted modules: it keeps their embeddings A' small, and so their scores."""
         prob_NE = log_prob_NE.exp()
         p_E = prob_NE.mean(0)                                                   # p(m)
         entropy = -(p_E * p_E.clamp(min=1e-9).log()).sum()                      # H(m); 0 log 0 is 0
@@ -193,8 +188,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -217,7 +212,7 @@ class Rows:
 
 
 class AttentionModules(nn.Module):
-    """Mixture of attention heads: modules have their own queries, but share keys and values."""
+    """The pool of attention modules. Each has its own queries; all share keys and values."""
     def __init__(self, config, layer, router):           # router: a class, Router or your own
         super().__init__()
         self.config = c = config
@@ -241,7 +236,7 @@ class AttentionModules(nn.Module):
         return y_ND.view_as(x), (k, v), losses
 
     def keys_and_values(self, x, cache):
-        """(B, H, S, d) each: those of the cache, this layer's (k, v) of earlier text, and of x."""
+        """-> keys and values, each (B, H, S, d): those that the cache holds, then those of x."""
         k, v = (x, x) if self.kv is None else self.kv(x).chunk(2, -1)
         k, v = (y.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for y in (k, v))
         if cache:
@@ -250,7 +245,7 @@ class AttentionModules(nn.Module):
 
 
 class FFNModules(nn.Module):
-    """Sparse mixture of D -> d_ffd -> D experts. No token is ever dropped."""
+    """The pool of FFN modules, D -> d_ffd -> D. No token is ever dropped."""
     def __init__(self, config, layer, router):
         super().__init__()
         self.config = config
@@ -305,36 +300,35 @@ class ModuleFormer(nn.Module):
     def init_weights(self):
         """1/sqrt(fan-in), less for maps that add to the residual stream; 0.02 for wte, head, A."""
         for name, p in self.named_parameters():
-            kind = name.split('.')[-2]
-            if 'norm_' in name or ('.router.' in name and kind not in ('A', 'B')):
-                continue                 # norms; a custom router initialises its own extra weights
+            part = name.split('.')[-2]                   # of blocks.0.att.q.weight: q
+            if '.router.' in name and part not in ('A', 'B'):
+                continue                         # a custom router initialises its own extra weights
             if name.endswith('bias'):
                 nn.init.zeros_(p)
-            elif kind in ('q', 'fc', 'kv', 'B'):         # (E, in, out) or (out, in): size(1) is in
+            elif part in ('q', 'fc', 'kv', 'B'):         # (E, in, out) or (out, in): size(1) is in
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1)))
-            elif kind in ('o', 'down'):                         # these add, twice per layer
+            elif part in ('o', 'down'):                  # these add, twice per layer
                 nn.init.normal_(p, std=1 / math.sqrt(p.size(1) * 2 * self.config.n_layer))
-            elif kind in ('A', 'wte', 'head'):                  # A: modules start nearly equal
+            elif part in ('A', 'wte', 'head'):           # A: modules start nearly equal
                 nn.init.normal_(p, std=0.02)
-            else:
-                raise ValueError(f'init_weights does not know {name}')
 
     def features(self, idx, cache=None):
-        """(B, T) token ids, any T -> final-norm states (B, T, D), losses summed over routers."""
+        """(B, T) token ids, any T -> final-norm states (B, T, D), losses summed over routers.
+        `cache`, the keys and values of each layer, is read and extended."""
         x = self.dropout(self.wte(idx))                  # (B, T, D)
         aux = {}
         for i, block in enumerate(self.blocks):
             x, keys, losses = block(x, cache[i] if cache and i < len(cache) else None)
-            if cache is not None:                        # a list of each layer's keys and values
-                if self.training:                        # copies: a view would keep all of them
+            if cache is not None:
+                if self.training:                        # copies, as a view would keep all of them
                     keys = [y[:, :, -self.config.memory:].detach().clone() for y in keys]
-                cache[i:i + 1] = [keys]                  # replaces the old ones, or extends
+                cache[i:i + 1] = [keys]                  # replaces the layer's old entry, if any
             for name, loss in losses:
                 aux[name] = aux.get(name, 0) + loss
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return self.head(x)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -379,9 +373,9 @@ class ModuleFormer(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: what multiplies a token. The head counts, the embedding does not. Of a
-        pool, the router and K modules count, or as many as `taken` says, {pool: modules per token},
-        with adapters (tools/lora.py) if there are any."""
+        """Total, and active: what multiplies a token. The head counts, the embedding does not. A
+        pool's router counts, and K of its modules, or as many as `taken` says, {pool: modules per
+        token}. Adapters (tools/lora.py) count with their modules."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wte.weight.numel()
         for name, stack in self.named_modules():
@@ -395,11 +389,11 @@ class ModuleFormer(nn.Module):
 # ---- Surgery: modules come and go ----------------------------------------------------------------
 
 def insert_experts(model, n_att=1, n_ffd=1, router='full'):
-    """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. `partial` (new data
-    only) trains the new modules and their embeddings A'. `full` (old and new data mixed) also
-    trains A, B, the token embedding and the head (Table 4's 266M). At first the loss rises, as
-    tokens choose untrained modules. Eq. 10 keeps new logits near 0, but 0 still beats a negative
-    old logit."""
+    """Sections 4.3, 5.2: add random modules to every layer and freeze the rest. `partial`, for new
+    data only, trains the new modules and their embeddings A'. `full`, for old and new data mixed,
+    also trains A, B, the token embedding and the head (Table 4's 266M). At first the loss rises,
+    because tokens choose untrained modules. Eq. 10 keeps their scores near 0, but 0 still beats
+    negative scores of old modules."""
     if router not in ('full', 'partial'):
         raise ValueError(f"router is '{router}'; it can be full or partial")
     if model.config.new_att or model.config.new_ffd:
@@ -413,72 +407,60 @@ def insert_experts(model, n_att=1, n_ffd=1, router='full'):
 
 def absorb_inserted(model):
     """The same function, with inserted modules counted among the old ones and nothing frozen."""
-    c = model.config
-    state = model.state_dict()
-    for name in list(state):
-        if name.endswith('.inserted'):
-            old = name.replace('.inserted', '.weight')
-            state[old] = torch.cat((state[old], state.pop(name)))
+    c, weights = model.config, model.state_dict()
+    for name in [name for name in weights if name.endswith('.inserted')]:
+        old = name.replace('.inserted', '.weight')
+        weights[old] = torch.cat((weights[old], weights.pop(name)))
     n_att = [n + c.new_att for n in c.per_layer(c.n_att)]
     n_ffd = [n + c.new_ffd for n in c.per_layer(c.n_ffd)]
-    return rebuild_with(model, state, n_att=n_att, n_ffd=n_ffd, new_att=0, new_ffd=0)
+    return rebuild_with(model, weights, n_att=n_att, n_ffd=n_ffd, new_att=0, new_ffd=0)
 
 
-def rebuild_with(model, state, staying=None, **changes):
-    """A new model: the config with `changes`, and the weights of `state`; those it lacks (inserted
-    ones) stay random. Of what has a row per module, the rows in staying[pool] stay; without that,
-    random rows are added (only a router of your own can need it)."""
+def rebuild_with(model, weights, kept=None, **changes):
+    """A new model from the config with `changes` and these weights. Weights with a row per module
+    keep the rows kept[pool] or, without `kept`, all rows and get random ones for new modules."""
     new = type(model)(replace(model.config, **changes)).to(model.wte.weight)
-    weights = new.state_dict()
-    for name, tensor in state.items():
-        if tensor.shape != weights[name].shape:
-            pool = '.'.join(name.split('.')[:3])         # blocks.0.att
-            added = weights[name][len(tensor):]
-            tensor = tensor[staying[pool]] if staying else torch.cat((tensor, added))
-        weights[name] = tensor
-    new.load_state_dict(weights)
+    state = new.state_dict()
+    for name, old in weights.items():
+        pool = '.'.join(name.split('.')[:3])             # blocks.0.att
+        if old.shape != state[name].shape:               # it has a row per module
+            old = old[kept[pool]] if kept else torch.cat((old, state[name][len(old):]))
+        state[name] = old
+    new.load_state_dict(state)
     return new.train(model.training)
 
 
 def count_usage(model, batches):
     """{pool: (E,) tokens that took each module}; tokens with a target of -1 do not count."""
+    was_training = model.training
+    model.eval()
     usage = {}
-    with ExitStack() as at_exit:
-        at_exit.callback(model.train, model.training)    # restores the mode after `with`
-        model.eval()
-        for idx, targets in batches:
-            for pool, gate in model.routes(idx).items():
-                usage[pool] = usage.get(pool, 0) + (gate != 0)[targets >= 0].sum(0)
+    for idx, targets in batches:
+        for pool, gate in model.routes(idx).items():
+            usage[pool] = usage.get(pool, 0) + (gate != 0)[targets >= 0].sum(0)
+    model.train(was_training)
     return usage
 
 
 def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=None):
     """Sections 4.2 and 5.3: remove rarely used modules -> the model, and for each pool how many it
     had and has. A module goes if its count, divided by its pool's largest (`max`) or total (`sum`),
-    is below the threshold; the K most used always stay. `usage` comes from count_usage; without it,
-    `batches`, a list of (idx, targets), are counted. Gates that stay grow, because the softmax has
-    fewer terms. Nothing in the result is frozen."""
+    is below the threshold, but the K most used always stay. count_usage gives `usage`, or counts
+    `batches`, a list of (idx, targets). The gates of modules that stay grow, because the softmax
+    has fewer terms. Nothing in the result is frozen."""
     if normalise not in ('max', 'sum'):
         raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
     model = absorb_inserted(model)
-    if usage is None:
-        usage = count_usage(model, batches or [])
-    pools = {name.removesuffix('.router'): module.n_choices
-             for name, module in model.named_modules() if isinstance(module, model.router)}
-    if pools != {pool: len(count) for pool, count in usage.items()}:
-        raise ValueError('usage is not of this model: layers or numbers of modules differ')
-    table = []
+    kept, table = {}, []
     sizes = dict(att=[], ffd=[])                         # modules that stay, layer by layer
-    staying = {}                                         # {pool: which}
-    for pool, before in pools.items():                   # blocks.0.att, blocks.0.ffd, ...
-        count = usage[pool]
+    for pool, count in (usage or count_usage(model, batches)).items():    # blocks.0.att, ...
         frequency = count / (count.max() if normalise == 'max' else count.sum())
         frequency[frequency.topk(model.config.top_k).indices] = math.inf    # these always stay
-        staying[pool] = (frequency >= threshold).nonzero().flatten()
-        sizes[pool.rsplit('.', 1)[1]].append(len(staying[pool]))
-        table.append(dict(layer=pool, before=before, after=len(staying[pool])))
-    new = rebuild_with(model, model.state_dict(), staying, n_att=sizes['att'], n_ffd=sizes['ffd'])
-    return new, table
+        kept[pool] = (frequency >= threshold).nonzero().flatten()
+        sizes[pool.rsplit('.', 1)[1]].append(len(kept[pool]))
+        table.append(dict(layer=pool, before=len(count), after=len(kept[pool])))
+    weights = model.state_dict()
+    return rebuild_with(model, weights, kept, n_att=sizes['att'], n_ffd=sizes['ffd']), table
 
 
 try:                            # the same results, faster on a GPU, while they are unedited

@@ -11,10 +11,8 @@ weights them by their softmax probabilities, renormalised to sum to 1. A block's
 So all P blocks attend; output projection and FFN run only in the chosen K.
 
 What to look at first: `Router`, `Rows`, then `ParallelLayer.forward`.
-Measured (28M parameters, ten epochs of 9.6M words, three seeds): loss 3.487; GPT-2 has 3.343, and
-SwiGLU with 38M parameters 3.429 (docs/results.md).
 
-Departures from the paper, and gaps it leaves (docs/moep.md has more):
+Departures that change results (docs/moep.md has all of them, and what we measured):
 - Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
   form, as in the author's code. `entropy` flips the printed sign, `printed` keeps it.
 - No weight is given: train with `loss + 0.01 * (aux['block_balance'] + aux['expert_balance'])`. A
@@ -23,9 +21,7 @@ Departures from the paper, and gaps it leaves (docs/moep.md has more):
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
 P blocks, E choices of a router (P, or n_expert), K chosen per token, R rows (at most N*K), F hidden
-width.
-
-Next to read: arena/dense.py.
+width. Next to read: arena/dense.py.
 """
 
 import math
@@ -122,8 +118,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -155,8 +151,8 @@ class ParallelLayer(nn.Module):
         self.config = config
         self.layer = layer
         self.router = router(D, P, config)
-        # The P blocks' weights are stacked. Stacked vectors are 2-D like matrices: names in ...gain
-        # and ...bias tell train.py not to decay them.
+        # The P blocks' weights are stacked. So vectors are 2-D, like matrices. Their names end in
+        # gain or bias, which tells train.py not to decay them.
         self.norm_1_gain = nn.Parameter(torch.ones(P, D))
         self.norm_1_bias = nn.Parameter(torch.zeros(P, D))
         self.norm_2_gain = nn.Parameter(torch.ones(P, D))
@@ -190,7 +186,7 @@ class ParallelLayer(nn.Module):
 
 
 def project_all(x, gain_PD, bias_PD, w_PDF, b_PF, n_head):
-    """Of all P blocks, norm_p(x) @ w[p] + b[p] -> queries, keys, values, each (B, P*H, T, d)"""
+    """norm_p(x) @ w[p] + b[p] for all P blocks -> queries, keys, values, each (B, P*H, T, d)"""
     n_BTD = F.layer_norm(x, x.shape[-1:])
     n_PBTD = n_BTD * gain_PD[:, None, None] + bias_PD[:, None, None]
     qkv_PBTF = n_PBTD @ w_PDF[:, None] + b_PF[:, None, None]
@@ -218,10 +214,10 @@ class MoE(nn.Module):
         gate_NK, choice_NK, losses = self.router(x_ND)
         rows = Rows(gate_NK, choice_NK, self.config.n_expert, self.config.sparse)
         if self.config.swiglu:          # quadratic in x: without a norm, the stream explodes
-            x_ND = F.layer_norm(x_ND, x.shape[-1:])
-        h_RF = rows.spread(x_ND)
-        if self.config.swiglu:
-            h_RF = activate(rows.linear(h_RF, self.fc, self.fc_bias), swiglu=True)
+            n_RD = rows.spread(F.layer_norm(x_ND, x.shape[-1:]))
+            h_RF = activate(rows.linear(n_RD, self.fc, self.fc_bias), swiglu=True)
+        else:
+            h_RF = rows.spread(x_ND)
         y_ND = rows.combine(rows.linear(h_RF, self.down, self.down_bias))
         return y_ND.unflatten(0, x.shape[:2]), losses
 
@@ -305,9 +301,10 @@ class MoEP(nn.Module):
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
             std = 0.02
-            if self.config.swiglu and name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down'):
+            is_expert = name in ('shrink.fc', 'shrink.down', 'grow.fc', 'grow.down')
+            if is_expert and self.config.swiglu:
                 std = 0.02 * math.sqrt(384 / self.config.n_embd)
-            elif name in ('shrink.down', 'grow.down'):   # linear experts (E, d_in, d_out)
+            elif is_expert:                              # linear (E, d_in, d_out)
                 std = 1 / math.sqrt(p.size(1))
             elif '.proj' in name or '.down' in name:  # adds to the residual stream, twice per layer
                 std = 0.02 / math.sqrt(2 * (self.config.n_layer + self.config.n_parallel))
@@ -342,7 +339,7 @@ class MoEP(nn.Module):
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, (self.wte if self.config.tied else self.head).weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -390,8 +387,8 @@ class MoEP(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: what one token uses. Of projections, FFNs and experts these are K, or
-        as many as `taken` says, {layer: choices per token}."""
+        """Total, and active: what multiplies a token. Of projections, FFNs and experts K do, or as
+        many as `taken` says, {layer: choices per token}."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up
         if not self.config.tied:                         # otherwise wte is also the head

@@ -14,21 +14,16 @@ path's output, or a linear mix of all. A composed model does not start from what
 because its first layers, shrink and Connections are new. `n_parallel=0` makes a plain LLaMA.
 
 What to look at first: `Gumbel.forward`, which is Eq. 1 to 7, and `compose`, which is Fig. 5.
-Measured (3M tokens each of stories and math, three seeds): paths composed with `share` reach 2.628
-and 3.114 nats. A dense LLaMA of width 192 reaches 2.241 and 2.595 in as many steps as the paths and
-the composed model take together.
 
-Departures that change a number (docs/papaformer.md has all of them):
-- The text wants undecided tokens and an even load. Eq. 8 and 9 as printed reward the opposite, and
-  leave out the mix, which we count as one of k+1 choices. `aux_form` selects the text's form, the
-  printed one or the authors' code. Train with `loss + 0.01 * (aux['entropy'] + aux['load'])`.
+Departures that change results (docs/papaformer.md has all of them, and what we measured):
+- Eq. 8 and 9 as printed reward the opposite of what the text wants: see `routing_losses`. They also
+  leave out the mix, which we count as one of k+1 choices. The weights are ours: train with
+  `loss + 0.01 * (aux['entropy'] + aux['load'])`.
 - In eval mode a token takes the best choice. The authors' code samples.
 - Table 2's FFN sizes contradict its parameter counts. 8/3 of the width fits the counts.
 
-Dimension letters: B batch, T sequence, N = B*T tokens, D width (d_L: Layer Block, d': path),
-H heads, d width of a head, k paths.
-
-Next to read: moduleformer.py.
+Dimension letters: B batch, T sequence, N = B*T tokens, D width (d_L: Layer Block, d': path), H
+heads, d width of a head, k paths. Next to read: moduleformer.py.
 """
 
 import math
@@ -74,7 +69,7 @@ class PaPaformerConfig:
 
 
 # ---- The idea: k paths side by side, joined by a Connection --------------------------------------
-# A Connection maps the outputs of a layer's k blocks to the inputs of the next blocks, and losses.
+# A Connection takes the outputs of a layer's k blocks -> the inputs of the next blocks, and losses.
 
 class Share(nn.Module):
     """Share-Linear (Fig. 3): one linear map of the concatenated outputs. All next blocks read its
@@ -103,8 +98,9 @@ class Gumbel(nn.Module):
 
     f_i are the outputs, x_comb is the mix, and pi is one-hot (soft if config.hard is False).
     Training is straight-through: backward treats pi as the soft weights, so the router learns from
-    every choice (dL/dpi_i = dL/dy . f_i, even where pi_i is 0). But dL/dy itself reaches only the
-    choice taken: other f_i get a gradient by the router's input, and by the mix if it is taken."""
+    every choice, since dL/dpi_i = dL/dy . f_i even where pi_i is 0. But dL/dy itself reaches only
+    the choice taken. The other f_i get a gradient through the router's input, and through the mix
+    if it is taken."""
     def __init__(self, config, router):                  # router: a class, Router or your own
         super().__init__()
         k, d = len(config.path_embd), config.path_embd[0]
@@ -161,10 +157,11 @@ SIGNS = dict(intended=(-1, -1), printed=(1, 1), released=(-1, 1))    # of Eq. 8,
 
 
 def routing_losses(score, pi, form):
-    """Eq. 8 is the entropy of a token's choice, high while the token is undecided. Eq. 9 is the
-    entropy of the load, high if all k+1 choices are used equally. `intended` rewards both high, as
-    the text wants, `printed` both low, `released` Eq. 8 high and Eq. 9 low, of pi itself instead of
-    the softmax. (If pi is one-hot, Eq. 8 is 0, but its straight-through gradient is not.)"""
+    """Eq. 8 is the entropy of a token's choice, which is high while the token is undecided. Eq. 9
+    is the entropy of the load, which is high if all k+1 choices are used equally. The text wants
+    both high, and `intended` rewards that. `printed`, the equations as they stand, rewards both
+    low. `released`, the authors' code, rewards Eq. 8 high and Eq. 9 low, and computes them from pi
+    instead of the softmax. (For a one-hot pi Eq. 8 is 0, but its gradient is not.)"""
     entropy = lambda p: -(p * (p + 1e-8).log()).sum(-1)  # 1e-8 as released: log(0) is -inf
     prob = pi if form == 'released' else score.softmax(-1)               # (N, k+1)
     load = prob.mean(0)                                                  # (k+1,) share of each
@@ -173,7 +170,7 @@ def routing_losses(score, pi, form):
 
 
 class ParallelLayer(nn.Module):
-    """k blocks side by side and their Connection. Block i keeps entry layer + i of the KV cache."""
+    """k blocks side by side and their Connection. Block i uses entry layer + i of the KV cache."""
     def __init__(self, config, layer, router, is_last):
         super().__init__()
         c, k = config, len(config.path_embd)
@@ -202,9 +199,9 @@ def linear(d_in, d_out, std=0.02):
 
 
 def rotary(position, d, base=10000.0):
-    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
-    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
-    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle that
+    grows with the position. Positions (T,) -> cosines and sines, each (T, d), for `rotate`. They
+    are float32 or wider, because bfloat16 cannot tell large positions apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
     frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
@@ -324,7 +321,7 @@ class PaPaformer(nn.Module):
         return self.norm_f(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return self.head(x)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -379,11 +376,11 @@ class PaPaformer(nn.Module):
 # ---- Surgery -------------------------------------------------------------------------------------
 
 def compose(paths, **settings):
-    """Fig. 5: the layers of k trained path models become the parallel layers of a new model, whose
-    width is the sum of theirs. Embedding and head are concatenated along the width, in the order of
-    the paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the
-    new config that do not follow from the paths. By default it has two Layer Blocks with as many
-    heads as all paths together, and the largest block_size and dropout of the paths."""
+    """Fig. 5: the layers of k trained paths become the parallel layers of a new model, as wide
+    as the paths together. Embedding and head are concatenated along the width, in the order of the
+    paths. Layer Blocks, Connections and the final norm are fresh. `settings` are fields of the new
+    config that do not follow from the paths. By default there are two Layer Blocks with as many
+    heads as all paths together, and block_size and dropout are the largest of the paths."""
     configs = [path.config for path in paths]
     first = configs[0]
     alike = ('vocab_size', 'attn_out_proj', 'rope_base', 'norm_eps')

@@ -7,25 +7,21 @@ the block, through a small gate G_i, which is a matrix, one weight per channel, 
     h_i = B_i(h_{i-1}) + G_i(h_{i-1})        Eq. 2
 
 The "experts" are two consecutive layers, this one and, through the gate, the previous one. Nothing
-is routed. A gate changes the block's skip connection: h_{i-1} passes with the weight I + G_i
-instead of I, so a negative gate can erase it. Gates start at zero, where they change nothing but do
-get gradients. Then everything trains on a new domain, and `select_gates` removes each gate without
-which the model's head predicts at least as well from that layer's state.
+is routed. As B_i contains a skip connection, h_{i-1} passes with the weight I + G_i instead of I,
+so a negative gate can erase it. Gates start at zero, where they change nothing but do get
+gradients. Then everything trains on a new domain, and `select_gates` removes each gate without
+which the model's head predicts at least as well from that layer's state. The rival in the paper's
+Table 5 is a mixture of copied FFNs, which `upcycle` makes.
 
 What to look at first: `gated_layers`, where Eq. 2 is computed, then `select_gates`.
-Measured (fine-tuned on math, three seeds): 2.436 nats per token without gates (31.6M parameters),
-2.431 with matrix gates (32.1M), and 2.405 as a mixture of FFNs (36.0M), which `upcycle` makes. In
-the paper's Table 5 gates beat the mixture.
 
-Departures that change a number (docs/selfmoe.md has all of them):
+Departures that change results (docs/selfmoe.md has all of them, and what we measured):
 - Eq. 5 as printed removes the gates that lower perplexity. `select_gates` keeps these.
 - The paper projects states through the head. We apply the final norm first, as the model does.
 
 Dimension letters, as suffixes in the mixture (x_ND has shape N x D): B batch, T sequence, N = B*T
 tokens, D width, H heads, d width of a head, E experts, K chosen per token, R rows (at most N*K),
-F hidden width.
-
-Next to read: papaformer.py.
+F hidden width. Next to read: papaformer.py.
 """
 
 import math
@@ -53,7 +49,7 @@ class SelfMoEConfig:
     top_k: int = 1                    # K: experts that each token takes
     gates_sum_to_1: bool = True       # of a token's K experts; False: plain probabilities (OLMoE)
     rope_base: float = 10000.0        # of the rotary positions: larger turns more slowly
-    rope_scaling: list | None = None  # of Llama 3.1: factor, low, high, tokens; see `turning`
+    rope_scaling: list | None = None  # Llama 3.1's factor, low, high, tokens: see `rotary_table`
     qkv_bias: bool = False            # queries, keys and values have biases (Qwen2)
     qk_norm: str = 'none'             # norm of queries, keys: none | head (Qwen3) | width (OLMoE)
     norm_eps: float = 1e-6            # added to the mean square in RMSNorm
@@ -79,28 +75,22 @@ class SelfMoEConfig:
 class Gate(nn.Module):
     """G_i (section 3.3): a matrix mixes the channels of the block's input, a vector weights each
     channel, a scalar weights all alike."""
-    def __init__(self, kind, d):
+    def __init__(self, kind, D):
         super().__init__()
-        shape = dict(matrix=(d, d), vector=(d,), scalar=())[kind]
+        shape = dict(matrix=(D, D), vector=(D,), scalar=())[kind]
         self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, h):
-        if self.weight.dim() == 2:
-            return F.linear(h, self.weight)
-        return self.weight * h
+        return F.linear(h, self.weight) if self.weight.dim() == 2 else self.weight * h
 
 
 def gated_layers(blocks, gates, h, table, cache):
-    """For each layer, yields its state h = block_out + gate_out, block_out, gate_out (None if there
-    is no gate), and the block's auxiliary losses. table: rotary positions."""
+    """Yields, for each layer, its state h = block_out + gate_out, block_out, gate_out (None where
+    there is no gate), and the block's auxiliary losses. `table` has the rotary positions."""
     for i, block in enumerate(blocks):
         block_out, losses = block(h, table, cache)
-        if str(i) in gates:
-            gate_out = gates[str(i)](h)
-            h = block_out + gate_out                     # Eq. 2
-        else:
-            gate_out = None
-            h = block_out                                # Eq. 1
+        gate_out = gates[str(i)](h) if str(i) in gates else None
+        h = block_out if gate_out is None else block_out + gate_out          # Eq. 1, Eq. 2
         yield h, block_out, gate_out, losses
 
 
@@ -113,25 +103,20 @@ def linear(d_in, d_out, std=0.02):
     return new
 
 
-def turning(pair, d, base, scaling):
-    """The angle by which each pair of channels turns per token. Llama 3.1 first saw texts of fewer
-    `tokens`: a pair that turns `high` times in these, or more, keeps its angle; one that turns
-    `low` times, or less, turns `factor` times more slowly."""
-    frequency = base ** (-pair / (d // 2))
-    if scaling is None:
-        return frequency
-    factor, low, high, tokens = scaling
-    turns = tokens * frequency / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)    # 1: as it was, 0: slowed
-    return frequency * (kept + (1 - kept) / factor)
-
-
 def rotary_table(position, d, base, scaling):
-    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
-    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
-    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle that
+    grows with the position. Positions (T,) -> cosines and sines, each (T, d), for `rotate`. They
+    are float32 or wider, because bfloat16 cannot tell large positions apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
-    angle = position[..., None] * turning(pair, d, base, scaling)
+    frequency = base ** (-pair / (d // 2))
+    if scaling is not None:
+        # Llama 3.1 was first trained on texts of at most `tokens`. A pair that turns at least
+        # `high` times within these keeps its angle. At most `low` times: `factor` times slower.
+        factor, low, high, tokens = scaling
+        turns = tokens * frequency / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)        # 1: as it was, 0: slowed
+        frequency = frequency * (kept + (1 - kept) / factor)
+    angle = position[..., None] * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -144,8 +129,8 @@ def rotate(x, table):
 
 
 def attend_window(q, k, v, cache, layer, dropout, window):
-    """Causal attention of (B, H, T, d) heads to the last `window` keys (None: to all). `cache`, a
-    (k, v) per layer, is read and extended."""
+    """Causal attention of (B, H, T, d) heads to the last `window` keys, or to all if it is None.
+    `cache`, a (k, v) per layer, is read and extended."""
     if cache is not None:
         if layer < len(cache):
             k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
@@ -157,9 +142,7 @@ def attend_window(q, k, v, cache, layer, dropout, window):
     if T < S or window and window < S:                   # the queries are the last T positions
         position = torch.arange(S, device=q.device)
         distance = position[S - T:, None] - position     # (T, S), from a query back to a key
-        mask = distance >= 0
-        if window:
-            mask &= distance < window
+        mask = (distance >= 0) & (distance < (window or S))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
         enable_gqa=q.size(1) > k.size(1))                # fewer heads in k, v
@@ -274,8 +257,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -317,7 +300,7 @@ class SelfMoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.gates_sum_to_1 = c.gates_sum_to_1           # tools.check asks
+        self.gates_sum_to_1 = c.gates_sum_to_1           # tools.check reads this
         gated = range(1, c.n_layer) if c.gate_layers is None else c.gate_layers
         if c.gate == 'none':
             gated = []
@@ -356,7 +339,7 @@ class SelfMoE(nn.Module):
         return self.norm_f(h), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, (self.wte if self.config.tied else self.head).weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
@@ -390,7 +373,7 @@ class SelfMoE(nn.Module):
 
     @torch.no_grad()
     def routes(self, idx):
-        """{layer: (B, T, E)}: a mixture's gates, 0 where not chosen. Call eval() first."""
+        """{layer: (B, T, E)}: a mixture's gates, 0 if not chosen. Call eval() first."""
         routes = {}                                      # in the order of the layers
         with ExitStack() as hooks:                       # removed at the end of `with`
             for name, module in self.named_modules():
@@ -404,8 +387,8 @@ class SelfMoE(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: of E experts K, or as many as {layer: choices per token} `taken` says,
-        and no untied embedding, which is only looked up. Layers are named as in `routes`."""
+        """Total, and active: what multiplies a token. Of E experts K do, or as many as `taken`
+        says, {layer: choices per token}. An embedding does only if it is also the head."""
         total = sum(p.numel() for p in self.parameters())
         idle = 0 if self.config.tied else self.wte.weight.numel()
         for name, p in self.named_parameters():
@@ -438,45 +421,46 @@ def add_gates(model, kind='matrix'):
 
 @torch.no_grad()
 def gate_perplexities(model, batches):
-    """{layer: [perplexity without its gate, with it]}, where norm_f and head predict from the
-    layer's state and earlier gates stay. Means over the sequences of `batches`, (idx, targets)."""
-    def perplexity(h, targets):                          # (B,): one per sequence
-        logits = model.logits(model.norm_f(h)).float()   # bfloat16 is too coarse
-        nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction='none')
-        return (nats.sum(1) / (targets >= 0).sum(1)).exp()
-
+    """{layer: [perplexity without its gate, with it]}. norm_f and head predict from the layer's
+    state; earlier gates stay. Means over the sequences of `batches`, a list of (idx, targets)."""
     was_training = model.training
     model.eval()
     pairs = {}                                           # {layer: [(2, B) of each batch]}
     for idx, targets in batches:
         for i, (h, block_out, gate_out, _) in enumerate(model.states(idx)):
             if gate_out is not None:
-                without = perplexity(block_out, targets)                     # Eq. 3
-                with_gate = perplexity(h, targets)                           # Eq. 4
-                pairs.setdefault(i, []).append(torch.stack((without, with_gate)))
+                both = [perplexity(model, x, targets) for x in (block_out, h)]   # Eq. 3, Eq. 4
+                pairs.setdefault(i, []).append(torch.stack(both))
     model.train(was_training)
     # A sequence without a target has a perplexity of exp(0 / 0) = nan, and does not count.
     return {i: torch.cat(parts, 1).nanmean(1).tolist() for i, parts in pairs.items()}
 
 
+def perplexity(model, h, targets):
+    """(B,), one per sequence, where the model's norm and head predict from states h (B, T, D)."""
+    logits = model.logits(model.norm_f(h)).float()       # bfloat16 is too coarse
+    nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction='none')
+    return (nats.sum(1) / (targets >= 0).sum(1)).exp()
+
+
 def select_gates(model, batches, rule='improves', threshold=0.01, layer=None):
-    """Remove gates after training -> (model, a list with a dict per gate). `rule` compares the
-    perplexities of gate_perplexities: `improves` keeps a gate that lowers it, `changes` one that
-    changes it by more than `threshold` (0.01: 1%), `printed` is Eq. 5 to the letter, and
-    `from_layer`, which Table 6 does, keeps the gates of block `layer` and later ones."""
-    rules = dict(
-        improves=lambda i, without, with_gate: with_gate < without,
-        changes=lambda i, without, with_gate: abs(with_gate - without) / without > threshold,
-        printed=lambda i, without, with_gate: with_gate > without,
-        from_layer=lambda i, without, with_gate: i >= layer)
-    assert model.gates, 'the model has no gates'
-    assert rule in rules, f"rule is '{rule}'; it can be {', '.join(rules)}"
+    """Remove gates after training -> (model, a list with a dict per gate). The rule `improves`
+    keeps a gate that lowers the perplexity of its layer, `changes` one that changes it by more than
+    `threshold` (0.01 is 1%). `printed` is Eq. 5 to the letter. `from_layer`, as in Table 6, keeps
+    the gates of block `layer` and of later ones."""
     last = model.config.n_layer - 1
+    assert model.gates, 'the model has no gates'
+    assert rule in ('improves', 'changes', 'printed', 'from_layer'), \
+        f"rule is '{rule}'; it can be improves, changes, printed, from_layer"
     assert rule != 'from_layer' or layer in range(1, last + 1), \
         f"rule 'from_layer' needs layer, from 1 to {last}: the first block whose gate stays"
     table = []
     for i, (without, with_gate) in gate_perplexities(model, batches).items():
-        kept = rules[rule](i, without, with_gate)
+        kept = dict(
+            improves=with_gate < without,
+            changes=abs(with_gate - without) / without > threshold,
+            printed=with_gate > without,
+            from_layer=i >= (layer or 0))[rule]
         table.append({'layer': i, 'without': without, 'with': with_gate, 'kept': kept})
     return rebuild(model, gate_layers=[row['layer'] for row in table if row['kept']]), table
 

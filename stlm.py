@@ -12,19 +12,16 @@ A LLaMA-style Transformer of 56M parameters (the paper: 50M), and two ways to ma
 Section 5.3 is stlm_depth.py. Section 5.4 changes the data and not the model (docs/stlm.md).
 
 What to look at first: `ByteEnds.embed`, `encode` and `spell`, then `Transformer.run_layers`.
-Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): the baseline has 1.517 bits
-per byte, `share='all'` 1.586 with half the parameters, bytes 1.852 with 57% (docs/results.md).
 
-Departures that change a number (docs/stlm.md has all of them):
-- Of the decoder, the paper only says that it resembles the encoder. The authors' code spells all
-  bytes at once (`parallel`: 3.637 bits per byte). Our `causal` decoder also reads earlier bytes.
+Departures that change results (docs/stlm.md has all of them, and what we measured):
+- About the decoder, the paper says only that it resembles the encoder. The authors' code spells
+  all bytes at once (`parallel`). Our `causal` decoder also reads earlier bytes, and is far better.
 - The byte parts are 128 wide (the paper: "64 for example") and have learned positions.
 - Table 1 gives no number of key and value heads. 4, as in the authors' code, make 55.9M parameters.
 - Under a dropout schedule (section 5.5) attention has no dropout.
 
 Dimension letters: B batch, T sequence (tokens, symbols or the core's vectors), C chunks, L slots of
 a chunk, D width, d width of the byte parts or of one head, H heads, V vocabulary.
-
 Next to read: stlm_depth.py.
 """
 
@@ -166,7 +163,7 @@ class ByteEnds(nn.Module):
 # ---- The second idea: layers share their weights (section 5.1) -----------------------------------
 
 class Transformer(nn.Module):
-    """The layers of the core, the encoder or the decoder. A part that layers share exists once."""
+    """The layers of the core, the encoder or the decoder. What several layers share exists once."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -178,11 +175,11 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(c) for _ in {*self.attention_of})
         self.norm = nn.ModuleList(nn.RMSNorm(c.n_embd, eps=1e-6) for _ in {*self.attention_of})
         self.ffn = nn.ModuleList(SwiGLU(c) for _ in {*self.ffn_of})
-        maps = dict(fc=self.ffn[0].fc, down=self.ffn[0].down)        # shared, so they get adapters
+        maps = dict(fc=self.ffn[0].fc, down=self.ffn[0].down)        # what the layers share
         if c.share == 'all':
             maps |= dict(qkv=self.attention[0].qkv, proj=self.attention[0].proj)
-        self.adapters = nn.ModuleList(
-            nn.ModuleDict({name: adapter(shared, c.lora_rank) for name, shared in maps.items()})
+        self.adapters = nn.ModuleList(                   # each layer's own, one per shared map
+            nn.ModuleDict({name: adapter(base, c.lora_rank) for name, base in maps.items()})
             for _ in range(c.n_layer if c.lora_rank else 0))
         self.norm_f = nn.RMSNorm(c.n_embd, eps=1e-6)
         is_constant = c.dropout_schedule == 'constant'
@@ -221,9 +218,9 @@ def linear(d_in, d_out, std=0.02):
 
 
 def rotary(position, d, base=10000.0):
-    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
-    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
-    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle that
+    grows with the position. Positions (T,) -> cosines and sines, each (T, d), for `rotate`. They
+    are float32 or wider, because bfloat16 cannot tell large positions apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
     frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
@@ -296,8 +293,8 @@ class ChunkTransformer(Transformer):
                         dropout_schedule='constant')
         super().__init__(small)
         self.position = nn.Parameter(0.02 * torch.randn(config.byte_limit + 1, d))
-        for p in self.parameters():                      # narrow maps learn far faster if they
-            if p.dim() == 2:                             # start from 1/sqrt(fan-in): docs/stlm.md
+        for p in self.parameters():
+            if p.dim() == 2:             # 1/sqrt(fan-in), from which narrow maps learn far faster
                 p.data.mul_(1 / (0.02 * math.sqrt(p.size(1))))
 
     def forward(self, x, mask=None, causal=False):       # x is (B, C, L, d)
@@ -318,9 +315,9 @@ def dropout_rates(config, done):
 
 
 class ScheduledDropout(nn.Module):
-    """Dropout at the rate p. As a tensor, p is read anew at every step, also by compiled models and
-    captured CUDA graphs. As a buffer, it moves with the model. SDPA takes no tensor as its rate, so
-    under a schedule attention has no dropout."""
+    """Dropout at the rate p. Because p is a tensor, compiled models and captured CUDA graphs read
+    it anew at every step; because it is a buffer, it moves with the model. SDPA takes no tensor as
+    its rate, so attention has no dropout under a schedule."""
     def __init__(self):
         super().__init__()
         self.register_buffer('p', torch.zeros(()), persistent=False)
@@ -391,12 +388,12 @@ class STLM(Transformer):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue (B, T) prompts; call eval() first. A full cache restarts from its newer half.
-        Byte-level: the core reads a chunk once it is complete, and its last state spells the next
-        one. max_new_tokens counts symbols, also padding; a prompt may end inside a chunk."""
+        The core reads a chunk of bytes once it is complete, and its last state spells the next one.
+        max_new_tokens counts symbols, padding included. A prompt may end inside a chunk."""
         slots = self.ends.slots                          # of a chunk; a token is a chunk of one
         limit = self.config.block_size // slots          # vectors in a cache, the start included
         cache = []
-        # The first chunk not read yet. Of a prompt that is too long, the oldest are skipped.
+        # The first chunk that the core has not read. A prompt that is too long loses its oldest.
         unread = max(0, idx.size(1) // slots + self.ends.n_start - limit)
         for _ in range(max_new_tokens):
             complete = idx.size(1) // slots              # complete chunks

@@ -14,20 +14,15 @@ every token needs every layer. The paper names two methods; the config defaults 
   is the same as without drafts, up to rounding, and sampled text has the same distribution.
 
 What to look at first: `RoutedLayer`, then `draft`, `accept` and `STLMDepth.generate`.
-Measured (two epochs of 39 MB of Simple English Wikipedia, three seeds): a plain model of 10 layers
-has 1.518 bits per byte. With mixture of depths it has 1.520 for the FLOPs of 6 plain layers, which
-have 1.525. With early exit it has 1.514, for 44% more FLOPs in training (docs/stlm_depth.md).
 
-Departures that change a number (docs/stlm_depth.md has all of them):
+Departures that change results (docs/stlm_depth.md has all of them, and what we measured):
 - Train with `loss + 0.01 * aux['forecast']`, or no token passes in evaluation (see `RoutedLayer`).
 - Each row of a batch draws one exit. `aux_weights = dict(exit=1.0)` is LayerSkip's e_scale = 0.11
   at ten layers.
 - The rate of layer dropout is constant. A dropped layer is computed and then multiplied by 0.
 
-Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head,
-H heads, V vocabulary, L layers, E of them that draft, n drafts.
-
-The last of the seven; the first is moep.py.
+Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head, H
+heads, V vocabulary, L layers, E of them that draft, n drafts. The first of the seven is moep.py.
 """
 
 import math
@@ -67,14 +62,14 @@ class STLMDepthConfig:
 
 # ---- The first idea: mixture of depths -----------------------------------------------------------
 
-NEVER = math.inf                   # where a token that skips stands: after all others, so unseen
+NEVER = math.inf                   # the position of a token that skips: no query sees that far
 
 
 class RoutedLayer(nn.Module):
     """A block that some tokens pass through, at their own positions, while the others skip it.
 
     Which tokens are a window's top is known only at its end. So in training a later token can
-    change whether an earlier one passes (attention itself is causal). In evaluation each token
+    change whether an earlier one passes, although attention is causal. In evaluation each token
     decides by itself: it passes if a forecast, a linear map of its state, says that it would be
     among the top. The forecast has a loss of its own, which trains nothing else."""
     def __init__(self, config, layer):
@@ -100,7 +95,7 @@ class RoutedLayer(nn.Module):
         index_BKD = index[..., None].expand(-1, -1, x.size(-1))
         position = position[0, index]                    # (B, K)
         table = [angle[0, index][:, None] for angle in table]    # cosine and sine, (B, 1, K, d)
-        y = self.block(x.gather(1, index_BKD), position, table, cache)       # only those who pass
+        y = self.block(x.gather(1, index_BKD), position, table, cache)       # only what passes
         y = y * score.gather(1, index)[..., None]
         update = torch.zeros_like(x).scatter(1, index_BKD, y.type_as(x))
         return update, passes, losses
@@ -126,9 +121,9 @@ def drop_rate(config, layer):
 
 
 def draw_exits(states):
-    """The states (B, T, D) after each layer -> for each row those after one of its layers: after
-    layer l, counted from 0, with probability proportional to l(l+1); never after the first or last.
-    So the expected loss at this exit is LayerSkip's weighted mean over all exits."""
+    """The states (B, T, D) after each layer -> those after one layer, which each row draws for
+    itself: layer l, counted from 0, with probability proportional to l(l+1), never the first or the
+    last. So the expected loss at this exit is LayerSkip's weighted mean over all exits."""
     depth = torch.arange(len(states) - 1, device=states[0].device)
     rows = torch.arange(len(states[0]), device=states[0].device)
     exits = torch.multinomial((depth * (depth + 1)).float(), len(rows), replacement=True)
@@ -137,9 +132,9 @@ def draw_exits(states):
 
 def draft(model, new, cache, E, n, predict):
     """The first E layers read tokens (B, t) that are new to the cache, then draw and read n drafts,
-    one by one -> drafts, each (B, 1); the distributions that they are drawn from, each (B, V); the
-    states after these layers (B, t + n, D). The last draft is read, too: from its state the other
-    layers predict the token after it."""
+    one by one -> the drafts, each (B, 1); their distributions, each (B, V); the states after these
+    layers (B, t + n, D). The last draft is read, too, because the other layers predict the token
+    after it from its state."""
     def early_state(tokens):                             # extends the cache of these layers
         past = cache[0][0].size(2) if cache else 0
         x = model.wte(tokens)
@@ -154,18 +149,18 @@ def draft(model, new, cache, E, n, predict):
 
 
 def verify(model, state, past, cache, E, n, predict):
-    """The other layers read all of these states at once -> the distributions p (B, n + 1, V) of the
-    n drafts and of one token after them."""
+    """The other layers read all these states at once -> their distributions p (B, n + 1, V) for the
+    n drafts and for one token after them."""
     states, _, _ = model.run(state, range(E, model.config.n_layer), past, cache)
     return predict(states[-1][:, -n - 1:])
 
 
 def accept(p, drafts, draft_probs):
     """Speculative sampling (Leviathan et al. 2023) -> the drafts that stay and one token after
-    them, each (B, 1). p (B, n + 1, V): probabilities by all layers; q (B, V): by those that draft.
-    A draft x stays with probability min(1, p(x) / q(x)). The first that does not is drawn again, in
-    proportion to max(0, p - q). So every token has the distribution p. Rows may differ in how many
-    drafts stay; all stop at the first draft that any row rejects."""
+    them, each (B, 1). p (B, n + 1, V) are the probabilities by all layers, q (B, V) those by the
+    layers that draft. A draft x stays with probability min(1, p(x) / q(x)). The first that does not
+    stay is drawn again, in proportion to max(0, p - q). So every token has the distribution p. All
+    rows stop at the first draft that any row rejects."""
     accepted = []
     for i, (x, q) in enumerate(zip(drafts, draft_probs)):
         ratio = p[:, i].gather(1, x) / q.gather(1, x)
@@ -180,7 +175,7 @@ def accept(p, drafts, draft_probs):
 
 
 def probabilities(logits, temperature, top_k):
-    """Of the next token. At temperature 0 (or below): 1 for the best token, 0 for the others."""
+    """Those of the next token. At temperature 0 the best token has 1, the others 0."""
     logits = logits.float()
     if temperature <= 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
@@ -200,9 +195,9 @@ def linear(d_in, d_out, std=0.02):
 
 
 def rotary(position, d, base=10000.0):
-    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
-    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
-    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle that
+    grows with the position. Positions (T,) -> cosines and sines, each (T, d), for `rotate`. They
+    are float32 or wider, because bfloat16 cannot tell large positions apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
     frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
@@ -242,8 +237,9 @@ class Block(nn.Module):
         return attention + self.dropout(self.down(F.silu(gate) * up))
 
     def attend(self, q, k, v, position, cache):
-        """A query sees keys at its own and earlier positions (1 or B, T). One at NEVER sees all,
-        but its result is not used. A cache, (k, v, position) per layer, is read and extended."""
+        """A query sees keys at its own and earlier positions (1 or B, T). A query at NEVER sees
+        all, but its result is not used. `cache`, a (k, v, position) per layer, is read and
+        extended."""
         key_at = position                                # where the keys stand
         if cache is not None:
             if self.layer < len(cache):

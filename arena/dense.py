@@ -14,21 +14,16 @@ With n_expert > 1 every FFN becomes E experts, of which each token takes K (fine
 equal to the dense model's: (top_k + n_shared) * width = 4 * n_embd.
 
 What to look at first: `Block.forward`, then `Rows` and `Experts.forward`.
-Measured on BabyLM-style text (28M parameters, three seeds): 1.256 bits per byte, with Muon 1.233;
-routed, a fifth of the choices dropped, 1.224 (docs/arena.md).
 
-Choices, and their reasons:
-- No gains: the matrix after most norms can hold one as well. So all parameters are matrices or
-  embeddings, as suits Muon.
+Choices, and their reasons (docs/arena.md has what we measured):
+- Norms have no gains, as the next matrix can hold them. So all parameters are matrices, for Muon.
 - The embedding is also the head. Two tables would be over a third of a model of this size.
 - A token's gates sum to 1, and the gated sum is multiplied by K: with equal gates, the K experts
   add up as the parts of a dense FFN do. Train experts with `loss + 0.01 * aux['balance']`. At
   top_k = 1 the gate is always 1, so only that loss trains the router.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads, d
-width of a head, E experts, K chosen per token, R rows (at most N*K), F hidden width.
-
-Next to read: selfmoe.py.
+width of a head, E experts, K chosen per token, R rows, F hidden width. Next to read: selfmoe.py.
 """
 
 import math
@@ -112,9 +107,9 @@ class Block(nn.Module):
 
 
 def rotary(position, d, base=10000.0):
-    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle. Of
-    positions (T,) -> the cosines and the sines, each (T, d), those that are subtracted negative.
-    Positions are float32 or wider, because bfloat16 cannot tell large ones apart."""
+    """Rotary positions: channels i and i + d/2 of a head are a pair, which turns by an angle that
+    grows with the position. Positions (T,) -> cosines and sines, each (T, d), for `rotate`. They
+    are float32 or wider, because bfloat16 cannot tell large positions apart."""
     pair = torch.arange(d // 2, device=position.device, dtype=position.dtype)
     frequency = base ** (-pair / (d // 2))
     angle = position[..., None] * frequency
@@ -198,8 +193,8 @@ class Rows:
         pair = choice.argsort(stable=True)               # all pairs, by choice
         if sparse:
             pair = pair[gate[pair] != 0]
-        self.pair, self.token = pair, pair // K          # (R,): of each row its pair and token,
-        self.choice, self.gate = choice[pair], gate[pair]                # its choice and gate
+        self.pair, self.token = pair, pair // K          # (R,): each row's pair and token,
+        self.choice, self.gate = choice[pair], gate[pair]                # choice and gate
         self.sizes = self.choice.bincount(minlength=n_choices).tolist()  # rows of each choice
 
     def spread(self, x_ND):                              # tokens -> rows
@@ -289,7 +284,7 @@ class Dense(nn.Module):
         return norm(x), aux
 
     def logits(self, x):
-        """Of final-norm states (B, T, D)."""
+        """Final-norm states (B, T, D) -> logits (B, T, vocab_size)."""
         return F.linear(x, self.wte.weight)
 
     def forward(self, idx, targets=None, cache=None, reduction='mean'):
