@@ -42,6 +42,15 @@ def runs(name, prefix=''):
     return group([row for row in read(name) if row['run'].startswith(prefix)], 'run')
 
 
+# runs that have rows, but none in a table
+UNSHOWN = {'both-gumbel1-released', 'both-gumbel2-released', 'both-gumbel2-printed', 'ffn-5',
+           'all-5', 'one-causal', 'one-parallel', 'life-insert0.5', 'math0.001'}
+
+
+def shown(name, prefix=''):
+    return {run: seeds for run, seeds in runs(name, prefix).items() if run not in UNSHOWN}
+
+
 def finished():
     """The runs of MoEP that reached their end: only those were evaluated on BLiMP."""
     return group([row for row in read('moep') if row['blimp']], 'run')
@@ -116,7 +125,7 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'val loss': val,
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
-    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (6000, 16000, 18303)},
+    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (16000, 18303)},
     'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
     'bits per byte, lowest': lowest_bits,
     'at the end': lambda seeds: val(seeds, 'bits_per_byte'),
@@ -129,25 +138,23 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'tokens/s': lambda seeds: f"{seeds[0]['tokens_per_s_alone'] / 1e3:.0f}K",
     'exact answers, of 589, each seed': lambda seeds: ', '.join(
         str(run['answers']['right']) for run in seeds),
-    'training loss, mean of ten of the last 300 steps': lambda seeds: spread(
-        [run['last_losses'] for run in seeds], 2)}
+    'training loss': lambda seeds: spread([run['last_losses'] for run in seeds], 2)}
 
 RUNS = dict(                     # {table: (file, start of the runs' names, header)}
-    papaformer_stories=('papaformer', 'stories-',
-                        'model | parameters | val loss | bits per byte | BLiMP'),
+    papaformer_stories=('papaformer', 'stories-', 'model | parameters | val loss | BLiMP'),
     papaformer_both=('papaformer', ('both-llama', 'both-share', 'both-gumbel'),
                      'model | stories, val loss | math, val loss | BLiMP'),
     papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
     stlm=('stlm', '', 'config | parameters | bits per byte'),
     stlm_depth=('stlm_depth', '',
-                'model | parameters, active | FLOPs per token, training | tokens/s | seeds | '
-                'bits per byte | val loss'),
-    stlm_dropout=('stlm_dropout', '', 'schedule | seeds | bits per byte, lowest | at the end'),
+                'model | parameters, active | FLOPs per token, training | tokens/s | '
+                'bits per byte'),
+    stlm_dropout=('stlm_dropout', '', 'schedule | bits per byte, lowest | at the end'),
     stlm_math=('stlm_math', '',
-               'config | parameters | seeds | bits per byte | exact answers, of 589, each seed'),
-    moduleformer_base=('moduleformer', ('base', 'ibm'),
-                       'model | parameters, active | seeds | val loss | bits per byte | BLiMP | '
-                       'training loss, mean of ten of the last 300 steps'))
+               'config | parameters | bits per byte | exact answers, of 589, each seed'),
+    moduleformer_base=('moduleformer', 'base',
+                       'model | parameters, active | val loss | bits per byte | BLiMP | '
+                       'training loss'))
 
 
 def named(kinds):
@@ -189,34 +196,30 @@ def moep_controls():
     groups = [('none: GPT-2', kinds['gpt2']),
               ('one block of full width, no router', kinds['single']),
               ('4 of 4 narrow blocks', kinds['top4']),
-              ('2 of 4 narrow blocks: MoEP', kinds['moep']),
-              ('the same, a window every 384 tokens', kinds['stride384'])]
-    return table('parallel layers | parameters, active | val loss at step 6,000 | '
-                 'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness`', groups)
+              ('2 of 4 narrow blocks: MoEP', kinds['moep'])]
+    return table('parallel layers | parameters, active | val loss at step 16,000 | '
+                 'val loss at step 18,303 | BLiMP, `harness`', groups)
 
 
-PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG, reading
-    'gpt2': ('GPT-2', 59.70, 13.15, 36.00, 6.40),
-    'moep': ('MoEP', 59.15, 35.65, 33.00, 6.70),
-    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50, 6.60)}
+PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG
+    'gpt2': ('GPT-2', 59.70, 13.15, 36.00),
+    'moep': ('MoEP', 59.15, 35.65, 33.00),
+    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50)}
 
 
 def moep_tasks():
-    yield ('| seeds | BLiMP | supplement | mean of both | Entity Tracking | WUG, mean times 100 | '
-           'reading: eyes | self-paced')
+    yield '| BLiMP | supplement | mean of both | Entity Tracking | WUG, mean times 100'
     blimp, supplement = 'blimp_filtered', 'supplement_filtered'
     kinds = runs('babylm2025')
-    for kind, (name, both, entity, wug, reading) in PAPER_TABLE_1.items():
+    for kind, (name, both, entity, wug) in PAPER_TABLE_1.items():
         if seeds := kinds.get(kind):
-            def cell(*tasks, digits=1, factor=1):
+            def cell(*tasks, factor=1):
                 means = [factor * statistics.mean(run[task] for task in tasks) for run in seeds]
-                return spread(means, digits)
-            yield join(name, len(seeds), cell(blimp), cell(supplement), cell(blimp, supplement),
+                return spread(means, 1)
+            yield join(name, cell(blimp), cell(supplement), cell(blimp, supplement),
                        cell('entity_tracking'),
-                       cell('wug_adj_nominalization', 'wug_past_tense', factor=100),
-                       cell('eye tracking', digits=2), cell('self-paced reading', digits=2))
-        yield join(f'{name}, the paper', 1, '', '', both, entity, wug,
-                   f'{reading} (mean)', '')
+                       cell('wug_adj_nominalization', 'wug_past_tense', factor=100))
+        yield join(f'{name}, the paper', '', '', both, entity, wug)
 
 
 # ---- GLUE and Self-MoE --------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def selfmoe():
 
 def methods(how):
     """The ways to learn math, jointly or alone: before, and after with the change"""
-    kinds, bases = runs('moduleformer', how), runs('moduleformer', 'base')
+    kinds, bases = shown('moduleformer', how), runs('moduleformer', 'base')
     sets = ('babylm', 'openmath_babylm')
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
     for way, base in (('full', 'base'), ('dense', 'base-dense')):
@@ -279,10 +282,10 @@ moduleformer_life = partial(methods, 'life')
 
 
 def moduleformer_prune():
-    kinds = [*runs('moduleformer', 'math').values()]
+    kinds = [*shown('moduleformer', 'math').values()]
     yield join('threshold', *(f"{seeds[0]['name']}: modules left, loss" for seeds in kinds))
     for i, row in enumerate(kinds[0][0]['prune']['rows']):
-        if row['threshold'] in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
+        if row['threshold'] in (0, 0.01, 0.05, 0.1, 0.2, 1):
             cells = []
             for seeds in kinds:
                 pruned = [run['prune']['rows'][i] for run in seeds]
@@ -296,14 +299,12 @@ def modules(run):
 
 
 def moduleformer_first():
-    yield ('threshold | modules left, by seed | parameters, by seed | '
-           'val loss, the whole validation set')
+    yield 'threshold | modules left, by seed | val loss, the whole validation set'
     whole = runs('moduleformer')['math0.0']
-    yield join('not pruned', '100%', millions(whole[0]['parameters']), val(whole))
+    yield join('not pruned', '100%', val(whole))
     for seeds in runs('moduleformer', 'first').values():
         left = ', '.join(f'{modules(run) / modules(whole[0]):.0%}' for run in seeds)
-        sizes = ', '.join(millions(run['parameters']) for run in seeds)
-        yield join(seeds[0]['name'], left, sizes, val(seeds))
+        yield join(seeds[0]['name'], left, val(seeds))
 
 
 # ---- The arena ----------------------------------------------------------------------------------
@@ -311,8 +312,7 @@ def moduleformer_first():
 
 ON_THE_PAGE = dict(              # of each kind; `python -m arena --table` prints all
     toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
-         'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates', 'gpt2',
-         'router_hash', 'moep'),
+         'gpt2', 'router_hash', 'moep'),
     baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
           'dense', 'stlm_depth_flops', 'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer',
           'moep', 'papaformer_share'))
@@ -413,7 +413,7 @@ def lines_of(name):
         return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
-        return table(header, named(runs(file, prefix)))
+        return table(header, named(shown(file, prefix)))
     if name in globals():
         return globals()[name]()
     rows = read(name)
