@@ -334,13 +334,12 @@ def arena(track):
 
 
 def without_copies():
-    """Track baby's best on its text, which has copies of validation lines, and without them."""
-    seen, clean = (group(read(name), 'entry') for name in ('arena_baby', 'arena_clean'))
-    yield 'entry | 7% seen | without copies | pairs, without copies | against the dense entry'
+    """Track baby's best on text without copies of validation lines."""
+    clean = group(read('arena_clean'), 'entry')
+    yield 'entry | bits per byte | pairs `babylm2025` | against the dense entry'
     for name, seeds in sorted(clean.items(), key=lambda entry: entry[1][0]['bits_per_byte']):
         bits, dense = ([row['bits_per_byte'] for row in clean[key]] for key in (name, 'dense_muon'))
-        yield join(name, spread([row['bits_per_byte'] for row in seen[name]], 4), spread(bits, 4),
-                   spread([row['babylm2025'] for row in seeds], 1),
+        yield join(name, spread(bits, 4), spread([row['babylm2025'] for row in seeds], 1),
                    'the dense entry' if bits == dense else welch.verdict(bits, dense))
 
 
