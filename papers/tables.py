@@ -173,17 +173,15 @@ def table(header, groups):
 
 def headline():
     """At the paper's learning rate and at the arena's, which was the best of three for both."""
-    yield ' | learning rate | seeds | val loss | BLiMP, `harness`'
+    yield ' | learning rate | val loss | BLiMP, `harness`'
     kinds = 'gpt2', 'moep'
     for kind in kinds:
         seeds = finished()[kind]
-        yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', len(seeds), val(seeds),
-                   blimp(seeds))
+        yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', val(seeds), blimp(seeds))
     arena = group(read('arena_baby'), 'entry')
     for kind in kinds:
         loss, pairs = ([row[key] for row in arena[kind]] for key in ('loss', 'harness'))
-        yield join(f'`python -m arena {kind} --track baby`', '2e-3', len(loss), spread(loss, 3),
-                   spread(pairs, 1))
+        yield join(f'`python -m arena {kind} --track baby`', '2e-3', spread(loss, 3), spread(pairs, 1))
 
 
 def moep():
