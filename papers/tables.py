@@ -117,7 +117,6 @@ def lowest_bits(seeds):
 
 
 COLUMNS = {                      # {header: cell made from the seeds of a run}
-    'seeds': len,
     'steps': lambda seeds: f"{seeds[0]['evaluations'][-1]['iter']:,}",
     'parameters': lambda seeds: millions(seeds[0]['parameters']),
     'parameters, active': lambda seeds: ', '.join(
@@ -181,11 +180,12 @@ def headline():
     arena = group(read('arena_baby'), 'entry')
     for kind in kinds:
         loss, pairs = ([row[key] for row in arena[kind]] for key in ('loss', 'harness'))
-        yield join(f'`python -m arena {kind} --track baby`', '2e-3', spread(loss, 3), spread(pairs, 1))
+        yield join(f'`python -m arena {kind} --track baby`', '2e-3', spread(loss, 3),
+                   spread(pairs, 1))
 
 
 def moep():
-    return table('model and balance loss | seeds | val loss | BLiMP | unused choices, of 48',
+    return table('model and balance loss | val loss | BLiMP | unused choices, of 48',
                  named(finished()))
 
 
