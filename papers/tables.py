@@ -117,7 +117,6 @@ def lowest_bits(seeds):
 
 
 COLUMNS = {                      # {header: cell made from the seeds of a run}
-    'steps': lambda seeds: f"{seeds[0]['evaluations'][-1]['iter']:,}",
     'parameters': lambda seeds: millions(seeds[0]['parameters']),
     'parameters, active': lambda seeds: ', '.join(
         millions(seeds[0][key]) for key in ('parameters', 'active')),
@@ -143,7 +142,6 @@ RUNS = dict(                     # {table: (file, start of the runs' names, head
     papaformer_stories=('papaformer', 'stories-', 'model | parameters | val loss | BLiMP'),
     papaformer_both=('papaformer', ('both-llama', 'both-share', 'both-gumbel'),
                      'model | stories, val loss | math, val loss | BLiMP'),
-    papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
     stlm=('stlm', '', 'config | parameters | bits per byte'),
     stlm_depth=('stlm_depth', '',
                 'model | parameters, active | FLOPs per token, training | tokens/s | '
