@@ -150,8 +150,7 @@ RUNS = dict(                     # {table: (file, start of the runs' names, head
     stlm_math=('stlm_math', '',
                'config | parameters | bits per byte | exact answers, of 589, each seed'),
     moduleformer_base=('moduleformer', 'base',
-                       'model | parameters, active | val loss | bits per byte | BLiMP | '
-                       'training loss'))
+                       'model | parameters, active | val loss | BLiMP | training loss'))
 
 
 def named(kinds):
@@ -253,20 +252,14 @@ def selfmoe():
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
 def methods(how):
-    """The ways to learn math, jointly or alone: before, and after with the change"""
-    kinds, bases = shown('moduleformer', how), runs('moduleformer', 'base')
-    sets = ('babylm', 'openmath_babylm')
+    """The ways to learn math, jointly or alone, with the change from the start"""
+    kinds = shown('moduleformer', how)
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
-    for way, base in (('full', 'base'), ('dense', 'base-dense')):
-        seeds = kinds[f'{how}-{way}']
-        started = [run for run in bases[base] if run['seed'] in {run['seed'] for run in seeds}]
-        before = [val(seeds, data=data, at=0) for data in sets]
-        yield f"before, {started[0]['name']} | | {join(*before, blimp(started))}"
     for seeds in kinds.values():
         name = seeds[0]['name']
         started = kinds[f'{how}-full' if 'ModuleFormer' in name else f'{how}-dense']
         cells = []
-        for data in sets:
+        for data in ('babylm', 'openmath_babylm'):
             change = (statistics.mean(scores(seeds, data=data))
                       - statistics.mean(scores(started, data=data, at=0)))
             cells.append(f'{val(seeds, data=data)} ({change:+.2f})')
