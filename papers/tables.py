@@ -241,7 +241,7 @@ def selfmoe():
     kinds = gates('real')
     yield 'fine-tuned with | val loss | difference to no gates, in pairs, 95% interval'
     for name, seeds in kinds.items():
-        if name != 'base':
+        if name not in ('base', 'matrix, changes', 'vector, improves', 'scalar, improves'):
             losses = spread([run['loss'] for run in seeds], 3)
             pairs = zip(seeds, kinds['none'], strict=True)
             mean, reach = mean_of_three([run['loss'] - plain['loss'] for run, plain in pairs])
@@ -320,16 +320,6 @@ def arena(track):
     for row in sorted(shown, key=lambda row: float(row['bits per byte'].split()[0])):
         row['pairs `babylm2025`'] = row['pairs `babylm2025`'].split()[0]
         yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
-
-
-def without_copies():
-    """Track baby's best on text without copies of validation lines."""
-    clean = group(read('arena_clean'), 'entry')
-    yield 'entry | bits per byte | pairs `babylm2025` | against the dense entry'
-    for name, seeds in sorted(clean.items(), key=lambda entry: entry[1][0]['bits_per_byte']):
-        bits, dense = ([row['bits_per_byte'] for row in clean[key]] for key in (name, 'dense_muon'))
-        yield join(name, spread(bits, 4), spread([row['babylm2025'] for row in seeds], 1),
-                   'the dense entry' if bits == dense else welch.verdict(bits, dense))
 
 
 def gaps_by_passes():
