@@ -287,15 +287,6 @@ def modules(run):
     return run['evaluations'][0]['unused'][1]            # used or not
 
 
-def moduleformer_first():
-    yield 'threshold | modules left, by seed | val loss, the whole validation set'
-    whole = runs('moduleformer')['math0.0']
-    yield join('not pruned', '100%', val(whole))
-    for seeds in runs('moduleformer', 'first').values():
-        left = ', '.join(f'{modules(run) / modules(whole[0]):.0%}' for run in seeds)
-        yield join(seeds[0]['name'], left, val(seeds))
-
-
 # ---- The arena ----------------------------------------------------------------------------------
 
 
