@@ -283,12 +283,7 @@ def moduleformer_prune():
             yield join(f"{row['threshold']:g}", *cells)
 
 
-def modules(run):
-    return run['evaluations'][0]['unused'][1]            # used or not
-
-
 # ---- The arena ----------------------------------------------------------------------------------
-
 
 ON_THE_PAGE = dict(              # of each kind; `python -m arena --table` prints all
     toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
