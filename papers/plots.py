@@ -189,8 +189,9 @@ def prune():
     figure, axis = plt.subplots()
     axis.plot(*np.mean(curves, 0).T, 'o-', lw=3, ms=10, color=DENSE,
               label='fine-tuned, then pruned')
+    modules = whole[0]['evaluations'][0]['unused'][1]                    # used or not
     for kind, seeds in runs('moduleformer', 'first').items():
-        left = [100 * tables.modules(run) / tables.modules(whole[0]) for run in seeds]
+        left = [100 * run['evaluations'][0]['unused'][1] / modules for run in seeds]
         cost = np.subtract(*(scores(kind, data='openmath_babylm') for kind in (seeds, whole)))
         axis.plot(left, cost, 'o', color=ROUTED,
                   label='pruned, then fine-tuned' if kind == 'first0.2' else None)

@@ -42,6 +42,16 @@ def runs(name, prefix=''):
     return group([row for row in read(name) if row['run'].startswith(prefix)], 'run')
 
 
+# runs that have rows, but none in a table
+UNSHOWN = {'both-gumbel1-released', 'both-gumbel2-released', 'both-gumbel2-printed', 'ffn-5',
+           'all-5', 'one-causal', 'one-parallel', 'linear', 'rising', 'triangle', 'triangles',
+           'life-insert0.5', 'math0.001'}
+
+
+def shown(name, prefix=''):
+    return {run: seeds for run, seeds in runs(name, prefix).items() if run not in UNSHOWN}
+
+
 def finished():
     """The runs of MoEP that reached their end: only those were evaluated on BLiMP."""
     return group([row for row in read('moep') if row['blimp']], 'run')
@@ -108,15 +118,13 @@ def lowest_bits(seeds):
 
 
 COLUMNS = {                      # {header: cell made from the seeds of a run}
-    'seeds': len,
-    'steps': lambda seeds: f"{seeds[0]['evaluations'][-1]['iter']:,}",
     'parameters': lambda seeds: millions(seeds[0]['parameters']),
     'parameters, active': lambda seeds: ', '.join(
         millions(seeds[0][key]) for key in ('parameters', 'active')),
     'val loss': val,
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
-    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (6000, 16000, 18303)},
+    **{f'val loss at step {step:,}': partial(loss_at, step) for step in (16000, 18303)},
     'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
     'bits per byte, lowest': lowest_bits,
     'at the end': lambda seeds: val(seeds, 'bits_per_byte'),
@@ -129,25 +137,21 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'tokens/s': lambda seeds: f"{seeds[0]['tokens_per_s_alone'] / 1e3:.0f}K",
     'exact answers, of 589, each seed': lambda seeds: ', '.join(
         str(run['answers']['right']) for run in seeds),
-    'training loss, mean of ten of the last 300 steps': lambda seeds: spread(
-        [run['last_losses'] for run in seeds], 2)}
+    'training loss': lambda seeds: spread([run['last_losses'] for run in seeds], 2)}
 
 RUNS = dict(                     # {table: (file, start of the runs' names, header)}
-    papaformer_stories=('papaformer', 'stories-',
-                        'model | parameters | val loss | bits per byte | BLiMP'),
+    papaformer_stories=('papaformer', 'stories-', 'model | parameters | val loss | BLiMP'),
     papaformer_both=('papaformer', ('both-llama', 'both-share', 'both-gumbel'),
                      'model | stories, val loss | math, val loss | BLiMP'),
-    papaformer=('papaformer_short', '', 'run | steps | stories, val loss | math, val loss'),
     stlm=('stlm', '', 'config | parameters | bits per byte'),
     stlm_depth=('stlm_depth', '',
-                'model | parameters, active | FLOPs per token, training | tokens/s | seeds | '
-                'bits per byte | val loss'),
-    stlm_dropout=('stlm_dropout', '', 'schedule | seeds | bits per byte, lowest | at the end'),
+                'model | parameters, active | FLOPs per token, training | tokens/s | '
+                'bits per byte'),
+    stlm_dropout=('stlm_dropout', '', 'schedule | bits per byte, lowest | at the end'),
     stlm_math=('stlm_math', '',
-               'config | parameters | seeds | bits per byte | exact answers, of 589, each seed'),
-    moduleformer_base=('moduleformer', ('base', 'ibm'),
-                       'model | parameters, active | seeds | val loss | bits per byte | BLiMP | '
-                       'training loss, mean of ten of the last 300 steps'))
+               'config | parameters | bits per byte | exact answers, of 589, each seed'),
+    moduleformer_base=('moduleformer', 'base',
+                       'model | parameters, active | val loss | BLiMP | training loss'))
 
 
 def named(kinds):
@@ -166,21 +170,20 @@ def table(header, groups):
 
 def headline():
     """At the paper's learning rate and at the arena's, which was the best of three for both."""
-    yield ' | learning rate | seeds | val loss | BLiMP, `harness`'
+    yield ' | learning rate | val loss | BLiMP, `harness`'
     kinds = 'gpt2', 'moep'
     for kind in kinds:
         seeds = finished()[kind]
-        yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', len(seeds), val(seeds),
-                   blimp(seeds))
+        yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', val(seeds), blimp(seeds))
     arena = group(read('arena_baby'), 'entry')
     for kind in kinds:
         loss, pairs = ([row[key] for row in arena[kind]] for key in ('loss', 'harness'))
-        yield join(f'`python -m arena {kind} --track baby`', '2e-3', len(loss), spread(loss, 3),
+        yield join(f'`python -m arena {kind} --track baby`', '2e-3', spread(loss, 3),
                    spread(pairs, 1))
 
 
 def moep():
-    return table('model and balance loss | seeds | val loss | BLiMP | unused choices, of 48',
+    return table('model and balance loss | val loss | BLiMP | unused choices, of 48',
                  named(finished()))
 
 
@@ -189,47 +192,42 @@ def moep_controls():
     groups = [('none: GPT-2', kinds['gpt2']),
               ('one block of full width, no router', kinds['single']),
               ('4 of 4 narrow blocks', kinds['top4']),
-              ('2 of 4 narrow blocks: MoEP', kinds['moep']),
-              ('the same, a window every 384 tokens', kinds['stride384'])]
-    return table('parallel layers | parameters, active | val loss at step 6,000 | '
-                 'val loss at step 16,000 | val loss at step 18,303 | BLiMP, `harness`', groups)
+              ('2 of 4 narrow blocks: MoEP', kinds['moep'])]
+    return table('parallel layers | parameters, active | val loss at step 16,000 | '
+                 'val loss at step 18,303 | BLiMP, `harness`', groups)
 
 
-PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG, reading
-    'gpt2': ('GPT-2', 59.70, 13.15, 36.00, 6.40),
-    'moep': ('MoEP', 59.15, 35.65, 33.00, 6.70),
-    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50, 6.60)}
+PAPER_TABLE_1 = {                # BLiMP with its supplement, entities, WUG
+    'gpt2': ('GPT-2', 59.70, 13.15, 36.00),
+    'moep': ('MoEP', 59.15, 35.65, 33.00),
+    'moep_swiglu': ('MoEP-SwiGLU', 60.35, 17.10, 36.50)}
 
 
 def moep_tasks():
-    yield ('| seeds | BLiMP | supplement | mean of both | Entity Tracking | WUG, mean times 100 | '
-           'reading: eyes | self-paced')
+    yield '| BLiMP | supplement | mean of both | Entity Tracking | WUG, mean times 100'
     blimp, supplement = 'blimp_filtered', 'supplement_filtered'
     kinds = runs('babylm2025')
-    for kind, (name, both, entity, wug, reading) in PAPER_TABLE_1.items():
+    for kind, (name, both, entity, wug) in PAPER_TABLE_1.items():
         if seeds := kinds.get(kind):
-            def cell(*tasks, digits=1, factor=1):
+            def cell(*tasks, factor=1):
                 means = [factor * statistics.mean(run[task] for task in tasks) for run in seeds]
-                return spread(means, digits)
-            yield join(name, len(seeds), cell(blimp), cell(supplement), cell(blimp, supplement),
+                return spread(means, 1)
+            yield join(name, cell(blimp), cell(supplement), cell(blimp, supplement),
                        cell('entity_tracking'),
-                       cell('wug_adj_nominalization', 'wug_past_tense', factor=100),
-                       cell('eye tracking', digits=2), cell('self-paced reading', digits=2))
-        yield join(f'{name}, the paper', 1, '', '', both, entity, wug,
-                   f'{reading} (mean)', '')
+                       cell('wug_adj_nominalization', 'wug_past_tense', factor=100))
+        yield join(f'{name}, the paper', '', '', both, entity, wug)
 
 
 # ---- GLUE and Self-MoE --------------------------------------------------------------------------
 
 def glue():
     tuned = {(row['run'], row['task']): row for row in read('glue')}
-    yield 'task, metric | train, valid | majority | GPT-2 | MoEP'
+    yield 'task, metric | majority | GPT-2 | MoEP'
     for name, metric in (('SST-2', 'accuracy'), ('CoLA', 'Matthews'), ('MRPC', 'F1'),
                          ('RTE', 'accuracy'), ('WSC', 'accuracy')):
         task = name.lower().replace('-', '')
         models = [tuned[f'{run}_42', task] for run in ('gpt2', 'moep')]
-        yield join(f'{name}, {metric}', f"{models[0]['train']:,}, {models[0]['valid']:,}",
-                   f"{models[0]['majority'][metric]:.2f}",
+        yield join(f'{name}, {metric}', f"{models[0]['majority'][metric]:.2f}",
                    *(spread([seed[metric] for seed in row['seeds'].values()], 2) for row in models))
 
 
@@ -243,7 +241,7 @@ def selfmoe():
     kinds = gates('real')
     yield 'fine-tuned with | val loss | difference to no gates, in pairs, 95% interval'
     for name, seeds in kinds.items():
-        if name != 'base':
+        if name not in ('base', 'matrix, changes', 'vector, improves', 'scalar, improves'):
             losses = spread([run['loss'] for run in seeds], 3)
             pairs = zip(seeds, kinds['none'], strict=True)
             mean, reach = mean_of_three([run['loss'] - plain['loss'] for run, plain in pairs])
@@ -254,20 +252,14 @@ def selfmoe():
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
 def methods(how):
-    """The ways to learn math, jointly or alone: before, and after with the change"""
-    kinds, bases = runs('moduleformer', how), runs('moduleformer', 'base')
-    sets = ('babylm', 'openmath_babylm')
+    """The ways to learn math, jointly or alone, with the change from the start"""
+    kinds = shown('moduleformer', how)
     yield 'method | trained | old text, val loss | math, val loss | BLiMP'
-    for way, base in (('full', 'base'), ('dense', 'base-dense')):
-        seeds = kinds[f'{how}-{way}']
-        started = [run for run in bases[base] if run['seed'] in {run['seed'] for run in seeds}]
-        before = [val(seeds, data=data, at=0) for data in sets]
-        yield f"before, {started[0]['name']} | | {join(*before, blimp(started))}"
     for seeds in kinds.values():
         name = seeds[0]['name']
         started = kinds[f'{how}-full' if 'ModuleFormer' in name else f'{how}-dense']
         cells = []
-        for data in sets:
+        for data in ('babylm', 'openmath_babylm'):
             change = (statistics.mean(scores(seeds, data=data))
                       - statistics.mean(scores(started, data=data, at=0)))
             cells.append(f'{val(seeds, data=data)} ({change:+.2f})')
@@ -279,10 +271,10 @@ moduleformer_life = partial(methods, 'life')
 
 
 def moduleformer_prune():
-    kinds = [*runs('moduleformer', 'math').values()]
+    kinds = [*shown('moduleformer', 'math').values()]
     yield join('threshold', *(f"{seeds[0]['name']}: modules left, loss" for seeds in kinds))
     for i, row in enumerate(kinds[0][0]['prune']['rows']):
-        if row['threshold'] in (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1):
+        if row['threshold'] in (0, 0.01, 0.05, 0.1, 0.2, 1):
             cells = []
             for seeds in kinds:
                 pruned = [run['prune']['rows'][i] for run in seeds]
@@ -291,30 +283,13 @@ def moduleformer_prune():
             yield join(f"{row['threshold']:g}", *cells)
 
 
-def modules(run):
-    return run['evaluations'][0]['unused'][1]            # used or not
-
-
-def moduleformer_first():
-    yield ('threshold | modules left, by seed | parameters, by seed | '
-           'val loss, the whole validation set')
-    whole = runs('moduleformer')['math0.0']
-    yield join('not pruned', '100%', millions(whole[0]['parameters']), val(whole))
-    for seeds in runs('moduleformer', 'first').values():
-        left = ', '.join(f'{modules(run) / modules(whole[0]):.0%}' for run in seeds)
-        sizes = ', '.join(millions(run['parameters']) for run in seeds)
-        yield join(seeds[0]['name'], left, sizes, val(seeds))
-
-
 # ---- The arena ----------------------------------------------------------------------------------
-
 
 ON_THE_PAGE = dict(              # of each kind; `python -m arena --table` prints all
     toy=('dense_muon', 'loop', 'selfmoe_mixture', 'dense_moe_shared_muon_flops', 'dense',
-         'llama', 'stlm_depth', 'papaformer_share', 'moduleformer', 'selfmoe_gates', 'gpt2',
-         'router_hash', 'moep'),
+         'gpt2', 'router_hash', 'moep'),
     baby=('dense_moe_shared_muon_flops_drop_expert', 'dense_muon', 'dense_moe_shared_muon_flops',
-          'dense', 'stlm_depth_flops', 'llama_flops', 'selfmoe_gates', 'gpt2', 'moduleformer',
+          'dense', 'stlm_depth_flops', 'selfmoe_gates', 'gpt2', 'moduleformer',
           'moep', 'papaformer_share'))
 
 
@@ -331,17 +306,6 @@ def arena(track):
     for row in sorted(shown, key=lambda row: float(row['bits per byte'].split()[0])):
         row['pairs `babylm2025`'] = row['pairs `babylm2025`'].split()[0]
         yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
-
-
-def without_copies():
-    """Track baby's best on its text, which has copies of validation lines, and without them."""
-    seen, clean = (group(read(name), 'entry') for name in ('arena_baby', 'arena_clean'))
-    yield 'entry | 7% seen | without copies | pairs, without copies | against the dense entry'
-    for name, seeds in sorted(clean.items(), key=lambda entry: entry[1][0]['bits_per_byte']):
-        bits, dense = ([row['bits_per_byte'] for row in clean[key]] for key in (name, 'dense_muon'))
-        yield join(name, spread([row['bits_per_byte'] for row in seen[name]], 4), spread(bits, 4),
-                   spread([row['babylm2025'] for row in seeds], 1),
-                   'the dense entry' if bits == dense else welch.verdict(bits, dense))
 
 
 def gaps_by_passes():
@@ -413,7 +377,7 @@ def lines_of(name):
         return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
-        return table(header, named(runs(file, prefix)))
+        return table(header, named(shown(file, prefix)))
     if name in globals():
         return globals()[name]()
     rows = read(name)
