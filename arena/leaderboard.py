@@ -5,7 +5,6 @@ Two entries differ if the bits per byte of their seeds do, by a t-test whose sta
 pooled over the track. In the class of minutes, which has few entries, by Welch's t-test.
 """
 
-import contextlib
 import json
 import math
 import statistics
@@ -43,15 +42,13 @@ def classes(costs, track):
 # ---- Rows ---------------------------------------------------------------------------------------
 
 def read_rows(file, folders, swept=None):
-    return [row for folder in folders for row in read_runs(Path(folder, file), swept)]
-
-
-def read_runs(path, swept=None):
-    """The rows of a .jsonl file, none if it is missing; of a sweep, those of one setting."""
-    with reading(path):
-        lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
-        rows = [row for row in map(json.loads, lines) if 'entry' in row]
-        return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
+    """The rows of .jsonl files, where there are any; of a sweep, those of one setting."""
+    rows = []
+    for path in [Path(folder, file) for folder in folders]:
+        with reading(path):
+            lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+            rows += [row for row in map(json.loads, lines) if 'entry' in row]
+    return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
 
 
 def read_results(track, folders):
@@ -180,10 +177,5 @@ def show_sweep(name, key, track, folders):
     """The values that were tried, the best first."""
     rows = [row for row in read_rows(f'arena_{track}_sweeps.jsonl', folders, key)
             if row['entry'] == name]
-    rows.sort(key=lambda row: row['loss'])
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row['loss']):
         print(f"{name:24} {row['setting']:24} val loss {row['loss']:.4f}")
-    with contextlib.suppress(ValueError):                # words have no order
-        values = [float(row['setting'].partition('=')[2]) for row in rows]
-        if len(values) > 1 and values[0] in (min(values), max(values)):
-            print(f'{name:24} the best is at the end of the range: try further')

@@ -78,7 +78,7 @@ def go(home, *args, code=0):
 
 
 def rows(home, name='arena_toy'):
-    return leaderboard.read_runs(home / f'results/{name}.jsonl')
+    return leaderboard.read_rows(f'{name}.jsonl', [home / 'results'])
 
 
 def race_of(name, seed):
@@ -219,13 +219,9 @@ def test_a_sweep(home, called):
     assert [row['tokens'] for row in rows(home, 'arena_toy_sweeps')] == [2 * 2 * 32] * 2
 
 
-@pytest.mark.parametrize('changes, setting, swept', [
-    (dict(max_iters=30), 'weight_decay=0', dict(max_iters=10, weight_decay='0')),
-    (dict(max_iters=30, batch_size=2), 'batch_size=4', dict(max_iters=5, batch_size='4')),
-    (dict(max_iters=None, epochs=6), 'weight_decay=0', dict(epochs=2.0, weight_decay='0'))])
-def test_a_third_of_the_tokens(changes, setting, swept):
-    stage = TINY | changes
-    assert arena.third_of_tokens(stage, setting) == stage | swept
+def test_length():
+    assert arena.of_length(TINY, 0.5) == TINY | dict(max_iters=3)
+    assert arena.of_length(dict(epochs=6), 1 / 3) == dict(epochs=2)
 
 
 # ---- Rules and tables ---------------------------------------------------------------------------
