@@ -218,13 +218,14 @@ def read_table(path, name):
 def read_examples(paths, name):
     """-> [texts of each example], [labels], which a file gives by name or number"""
     task = TASKS[name]
+    numbers = [str(i) for i in range(len(task.labels))]
     texts, labels = [], []
     for path in paths:
         with reading(path):
             for row in read_table(path, name):
                 texts.append([template.format_map(row) for template in task.texts])
                 label = str(row['label']).strip().lower()
-                names = task.labels if label in task.labels else [*map(str, range(len(task.labels)))]
+                names = task.labels if label in task.labels else numbers
                 labels.append(names.index(label))        # ValueError: no such label
     return texts, labels
 
