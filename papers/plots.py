@@ -158,27 +158,6 @@ def lookup():
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
-def moduleformer():
-    """Math as the new domain, with old text and without: forgotten against learned."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
-    panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
-    for axis, (how, title) in zip(axes, panels):
-        kinds = runs('moduleformer', how)
-        for base, tuned, style in (('ModuleFormer', 'full', '--'), ('dense', 'dense', ':')):
-            start = scores(kinds[f'{how}-{tuned}'], data='babylm', at=0)
-            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{base}, before')
-        for seeds in kinds.values():
-            old, new = (scores(seeds, data=data) for data in ('babylm', 'openmath_babylm'))
-            name = seeds[0]['name'].replace('`', '')
-            axis.plot(old, new, 'o' if 'Module' in name else 's', ms=7, label=name)
-        low, high = axis.get_ylim()
-        room = 0.7 * (high - low)                    # for the legend
-        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
-                 ylim=(low - room, high))
-        axis.legend(fontsize=7, loc='lower left')
-    return figure
-
-
 @large
 def prune():
     """What pruning adds to the loss on math, after fine-tuning on it and before. Differences, since
@@ -341,7 +320,7 @@ def passes():
     return figure
 
 
-ALL = (papaformer, moep, moep_entities, moep_routes, lookup, moduleformer, prune, selfmoe, stlm,
+ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, selfmoe, stlm,
        arena, passes)
 
 if __name__ == '__main__':
