@@ -5,15 +5,12 @@ How fast? Tokens per second, memory, and the share of what the machine could do.
     python -m tools.bench config/paper/gpt2.py config/paper/moep.py --batch_size 16 64
     python -m tools.bench config/paper/moep.py --sweep n_block=2,4,8,16    # cost against size
     python -m tools.bench config/moduleformer.py --generate 512            # text: tokens per second
-    python -m tools.bench config/paper/gpt2.py --nanogpt ../nanoGPT        # and nanoGPT itself
 
 A training step is train.py's own, on random tokens. tools/flops.py says how FLOPs are counted; the
 machine's rate is that of one large matrix product in the same run. Any setting can be given as
 --key=value, as to train.py.
 """
 
-import contextlib
-import importlib.util
 import re
 import statistics
 import time
@@ -35,20 +32,13 @@ from train import Data, make_step, make_optimizer
 @dataclass
 class Row:
     name: str
-    model: str                           # the model file, or nanogpt
     config: object
     s: Settings
     T: int
 
-    def build(self, args):
-        torch.manual_seed(self.s.seed)
-        if self.model == 'nanogpt':
-            return nanogpt_like(args.nanogpt, self.config)
-        return import_model(self.model).Model(self.config)
-
 
 def plan_rows(args, extra):
-    """A row for every config, value of --sweep and batch size; nanoGPT beside a GPT-2."""
+    """A row for every config, value of --sweep and batch size."""
     key, _, values = (args.sweep or '').partition('=')
     for config in args.configs:
         for value in re.split(r',(?![^\[(]*[\])])', values):     # not at the commas of a list
@@ -67,45 +57,7 @@ def plan_rows(args, extra):
             model_config = make_config(module, keys)
             for batch_size in args.batch_size or [s.batch_size]:
                 s = replace(s, batch_size=batch_size)
-                yield Row(name, s.model, model_config, s, T)
-                is_gpt2 = s.model == 'moep' and not model_config.n_parallel
-                if args.nanogpt and is_gpt2:
-                    yield Row('  nanoGPT', 'nanogpt', model_config, s, T)
-
-
-# ---- nanoGPT from a checkout, with its own model.py, optimiser and compilation ------------------
-
-def nanogpt_like(path, config):
-    """nanoGPT of the same sizes as a GPT-2 of ours, a MoEPConfig without parallel layers."""
-    spec = importlib.util.spec_from_file_location('nanogpt', Path(path, 'model.py'))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.GPTConfig(
-        block_size=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer,
-        n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=True)
-    with contextlib.redirect_stdout(None):               # it prints its size
-        model = module.GPT(config)
-    total = sum(p.numel() for p in model.parameters())
-    model.count_params = lambda: (total, total - model.transformer.wpe.weight.numel())
-    return model
-
-
-def nanogpt_step(model, s, machine):
-    """-> a training step as nanoGPT's train.py takes it on one GPU."""
-    with contextlib.redirect_stdout(None):
-        optimizer = model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
-                                               machine.device.type)
-    compiled = torch.compile(model.train()) if machine.cuda else model.train()
-
-    def step(xs, ys):
-        for x, y in zip(xs, ys):
-            with machine.autocast():
-                _, loss = compiled(x, y)
-            (loss / s.gradient_accumulation_steps).backward()
-        torch.nn.utils.clip_grad_norm_(compiled.parameters(), s.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return step
+                yield Row(name, model_config, s, T)
 
 
 # ---- What is measured ---------------------------------------------------------------------------
@@ -141,14 +93,11 @@ class RandomTokens(Data):
 
 
 def training(model, s, T, machine):
-    """One training step after another: train.py's own, or nanoGPT's."""
+    """One training step after another, which is train.py's own."""
     rows = s.batch_size * s.gradient_accumulation_steps
     data = RandomTokens(model.config.vocab_size, s, T, machine)
-    if hasattr(model, 'configure_optimizers'):
-        take = nanogpt_step(model, s, machine)
-    else:
-        optimizer = make_optimizer(model, s, machine)
-        take = make_step(model.train(), optimizer, s, machine, steps=200)
+    optimizer = make_optimizer(model, s, machine)
+    take = make_step(model.train(), optimizer, s, machine, steps=200)
     step = lambda: take(*data.windows(0))
     step()                                               # compiles, and allocates AdamW's state
     if machine.cuda:
@@ -170,7 +119,9 @@ def generation(model, rows, n, machine):
 
 def measure(row, args, machine, rate):
     """One line of the table."""
-    s, model = row.s, row.build(args).to(machine.device).eval()
+    s = row.s
+    torch.manual_seed(s.seed)
+    model = import_model(s.model).Model(row.config).to(machine.device).eval()
     if machine.cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -203,7 +154,6 @@ def read_arguments():
     parser.add_argument('configs', nargs='+', help='config files')
     parser.add_argument('--batch_size', type=between(1, 10 ** 6), nargs='+',
                         help="the config's own if not given")
-    parser.add_argument('--nanogpt', metavar='PATH', help='a checkout, to train beside each GPT-2')
     parser.add_argument('--sweep', metavar='KEY=A,B,...', help='each config with each of these')
     parser.add_argument('--generate', type=between(1, 10 ** 6), metavar='N',
                         help='decode N tokens instead')

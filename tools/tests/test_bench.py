@@ -53,36 +53,6 @@ def test_sweeps_and_batch_sizes(measured):
     assert [row['name'] for row in rows] == names
 
 
-NANOGPT = """
-import torch.nn as nn, torch.nn.functional as F, torch
-from types import SimpleNamespace as GPTConfig
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(config.vocab_size, config.n_embd),
-                                              wpe=nn.Embedding(config.block_size, config.n_embd)))
-        print('number of parameters')
-    def configure_optimizers(self, decay, rate, betas, device):
-        return torch.optim.AdamW(self.parameters(), rate, betas, weight_decay=decay)
-    def forward(self, x, y):
-        logits = self.transformer.wte(x) @ self.transformer.wte.weight.T
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
-"""                                                      # what bench needs of nanoGPT's model.py
-
-
-def test_nanogpt(measured, tmp_path):
-    """Beside a GPT-2 of ours a nanoGPT of the same sizes; not beside a MoEP."""
-    (tmp_path / 'model.py').write_text(NANOGPT)
-    result = measured('config/gpt2.py', 'config/moep.py', *SMALL, f'--nanogpt={tmp_path}')
-    assert [row['name'].strip() for row in result['rows']] == ['gpt2', 'nanoGPT', 'moep']
-    ours, theirs, _ = result['rows']
-    positions = ours['total'] - ours['active']           # 16 x width
-    assert theirs['total'] - theirs['active'] == positions
-    assert theirs['total'] == (64 + 16) * positions // 16 and theirs['rows'] == 1
-    assert 'number of parameters' not in result['printed']
-
-
 def test_generation(measured):
     result = measured('config/moduleformer.py', '--generate=6', '--vocab_size=64')
     row, = result['rows']
