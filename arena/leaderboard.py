@@ -26,8 +26,6 @@ DENSE = ('dense', 'dense_muon', 'gpt2')  # the best of these is the dense entry 
 DENSE_OF_MINUTES = 'dense_muon'
 BUDGETS = (0.5, 1, 1.5, 2)               # of the dense entry, in its usual steps
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
-IN_TERMINAL = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `harness`',
-               'against the dense entry')                # these columns of a table
 
 
 def classes(costs, track):
@@ -74,7 +72,7 @@ def table(track, key, folders):
     """The cells of a class: the header, then its entries, the best first. folders: with rows in
     arena_TRACK.jsonl."""
     yield ['entry', 'seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte',
-           'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
+           'pairs `babylm2025`', 'against the dense entry']
     entries = {}
     for name, seeds in read_results(track, folders).items():
         rows = list(seeds.values())
@@ -90,7 +88,6 @@ def table(track, key, folders):
             f"{scores['parameters'][0] / 1e6:.2f}",
             f"{scores['flops_per_token'][0] / 1e6:.2f}",
             spread(scores['bits_per_byte'], digits=4),
-            spread(scores['harness']),
             spread(scores['babylm2025']),
             against]
 
@@ -120,14 +117,9 @@ def compare(bits, name, other):
 def show(track, folders, named=()):
     """Both tables, with a mark at the entries that were named. Two are compared with each other."""
     for key, title in CLASSES.items():
-        header, *rows = table(track, key, folders)
-        columns = [header.index(name) for name in IN_TERMINAL]
-        lines = []
-        for row in (header, *rows):
-            mark = '> ' if row[0] in named else '  '
-            lines.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
         print(f'\n{title}')
-        print_columns(lines)
+        print_columns([['> ' + name if name in named else '  ' + name, *cells]
+                       for name, *cells in table(track, key, folders)])
     if len(named) == 2:
         test = compare(read_bits(track, folders), *named)
         print(f"\n{' against '.join(named)}, bits per byte: {test}")
@@ -146,10 +138,7 @@ def minutes_table(track, folders):
         if row['budget'] == 1:
             entries.setdefault(row['entry'], []).append(row)
     bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
-
-    def test(name, dense):
-        return verdict(bits[name], bits[dense])
-
+    test = lambda name, dense: verdict(bits[name], bits[dense])
     for name, against in against_dense(bits, [DENSE_OF_MINUTES], test).items():
         row = entries[name][0]
         speedup = effective_speedup(statistics.mean(bits[name]), dense)

@@ -5,8 +5,6 @@ Do our models compute what the authors' code computes? Both get the same weights
     python -m papers.parity papaformer Decoder_Only_Transformer_Research
     git clone https://github.com/IBM/ModuleFormer                        # needs transformers
     python -m papers.parity moduleformer ModuleFormer
-    git clone https://github.com/LeonGuertler/SuperTinyLanguageModels
-    python -m papers.parity stlm SuperTinyLanguageModels
     git clone https://github.com/Jia0603/BabyLM-Project                  # needs transformers
     python -m papers.parity moep BabyLM-Project          # a copy of the author's code by others
 
@@ -31,7 +29,6 @@ from torch.func import functional_call
 import moduleformer
 import moep
 import papaformer
-import stlm
 from plumbing.cli import Parser, UserError, run_main
 from tools.import_hf import read_molm
 
@@ -256,54 +253,9 @@ def block_weights(block):
             for part, modules in parts.items() for kind in ('weight', 'bias')}
 
 
-# ---- Super Tiny Language Models -----------------------------------------------------------------
-
-def check_stlm(checkout):
-    sys.path.append(str(checkout))
-    # Theirs are downloaded; both models get numbers here
-    sys.modules['models.components.tokenizers'] = SimpleNamespace(build_tokenizer=lambda **_: None)
-    from models import core_models, model_heads
-    common = dict(normalization='rms_norm', bias=False)
-    ffn = common | dict(ffn_type='swiglu', ffn_dim=96)
-    attn = common | dict(attn_type='generic', num_heads=8, group_size=4, is_causal=True)
-    config = dict(
-        hidden_dim=64, context_window=32, vocab_size=VOCAB, positional_encoding_type='rope',
-        lm_head=common, core_model=dict(num_layers=3, ffn=ffn, attn=attn))
-
-    def run(theirs, idx):
-        x = theirs.core(F.embedding(idx, theirs.head.linear.weight))
-        return theirs.head(x)[0], {}
-
-    for share, core in (('none', core_models.GenericTransformer),
-                        ('ffn', core_models.GenericFFNSharedTransfomer)):
-        head = model_heads.AutoregressiveLMHead(config)
-        theirs = shake(nn.ModuleDict(dict(core=core(config), head=head))).eval()
-        ours = stlm.STLM(stlm.STLMConfig(
-            vocab_size=VOCAB, block_size=32, n_layer=3, n_head=8, n_kv_head=2, n_embd=64,
-            ffn_hidden=96, share=share)).eval()
-        compare(f'tokens, share={share}', theirs, run, ours, stlm_weights)
-
-
-def stlm_weights(theirs):
-    weights = {'norm_f.weight': theirs.head.layer_norm.weight,
-               'ends.wte.weight': theirs.head.linear.weight}
-    for i, block in enumerate(theirs.core.transformer.h):
-        attn, ffn = block.attn, block.ffn
-        q, k, v = attn.c_attn.weight.split((64, 16, 16))
-        qkv = torch.cat((halves(q, 8), halves(k, 2), v))
-        weights |= {f'attention.{i}.norm.weight': block.attn_norm.weight,
-                    f'attention.{i}.qkv.weight': qkv,
-                    f'attention.{i}.proj.weight': attn.c_proj.weight,
-                    f'norm.{i}.weight': block.ffn_norm.weight,
-                    f'ffn.{i}.fc.weight': torch.cat((ffn.linear_1.weight, ffn.linear_3.weight)),
-                    f'ffn.{i}.down.weight': ffn.linear_2.weight}
-    return weights
-
-
 CHECKS = dict(papaformer=(check_papaformer, 'gumbel_moe.py'),
               moduleformer=(check_moduleformer, 'moduleformer/modeling_moduleformer.py'),
-              moep=(check_moep, 'modeling_moep.py'),
-              stlm=(check_stlm, 'models/core_models.py'))
+              moep=(check_moep, 'modeling_moep.py'))
 
 
 def main():

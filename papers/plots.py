@@ -179,23 +179,7 @@ def prune():
     return figure
 
 
-# ---- Self-MoE and Super Tiny models -------------------------------------------------------------
-
-def selfmoe():
-    """Real math: perplexity of each layer's state through the head, without and with its gate."""
-    kinds = tables.gates('real')
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
-    for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
-        seeds = [seed['gates'] for seed in kinds[f'{kind}, improves']]
-        layers = [row['layer'] for row in seeds[0]]
-        for key, style in (('without', '--'), ('with', '-')):
-            perplexity = [[row[key] for row in gates] for gates in seeds]
-            band(axis, layers, perplexity, f'{key} the gate', ls=style, marker='o', ms=4)
-        axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
-    axes[0].set_ylabel('perplexity through the head')
-    axes[0].legend()
-    return figure
-
+# ---- Super Tiny models --------------------------------------------------------------------------
 
 @large
 def stlm():
@@ -320,7 +304,7 @@ def passes():
     return figure
 
 
-ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, selfmoe, stlm,
+ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm,
        arena, passes)
 
 if __name__ == '__main__':

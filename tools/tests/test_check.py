@@ -84,11 +84,6 @@ def steps_buffer(persistent):
     return states(count, __init__=built(add))
 
 
-def swapped(self, x_ND):
-    gate_NK, choice_NK, losses = Router.forward(self, x_ND)
-    return choice_NK, gate_NK, losses
-
-
 def four_in_training(self, score_NE):
     return score_NE.argsort(descending=True)[:, :4 if self.training else 2]
 
@@ -132,8 +127,6 @@ FAULTS = [pytest.param(row, Model, id=name) for row, name, Model in [
     ('builds', 'two values', changed(forward=lambda m, *a, **k: MoEP.forward(m, *a, **k)[::2])),
     ('builds', 'nan', states(lambda m, x, idx: x / (0 * x))),
     ('builds', 'loss of each choice', router(balance_loss=lambda r, prob, choice: prob.mean(0))),
-    ('builds', 'no losses', router(forward=lambda r, x_ND: Router.forward(r, x_ND)[:2])),
-    ('builds', 'choices first', router(forward=swapped)),
     # init_weights leaves a router's own parameters alone
     ('builds', 'uninitialised', router(__init__=built(lambda r: r.register_parameter(
         'extra', nn.Parameter(torch.empty(3))), Router)))]]
