@@ -153,8 +153,8 @@ def test_path_usage(changes):
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
-    """Every prompt begins with end-of-text, as documents do in training; shares by layer"""
+def test_prompts(run, smoke, data_dir, tmp_path, monkeypatch):
+    """Every prompt begins with end-of-text, as documents do in training"""
     folder = smoke('config/papaformer.py')
     seen = []
 
@@ -169,7 +169,7 @@ def test_prompts_and_layers(run, smoke, data_dir, tmp_path, monkeypatch):
     assert seen[0].shape == (5, 8) and (seen[0][:, 0] == eot).all()
     assert (seen[0][:, 1:] != eot).all()
     result = json.loads(out.read_text())
-    assert result[str(stories)]['layers'] == [[1.0, 0.0], [0.0, 1.0]] and result['accuracy'] == 0.5
+    assert result[str(stories)]['share'] == [0.5, 0.5] and result['accuracy'] == 0.5
 
 
 # ---- prune_curve --------------------------------------------------------------------------------
