@@ -192,9 +192,9 @@ def train(stages, out, seed):
 
 def of_length(stage, factor):
     """The stage with this factor of its steps or epochs."""
-    if 'max_iters' in stage:
+    if stage.get('max_iters'):
         return stage | dict(max_iters=round(stage['max_iters'] * factor))
-    return stage | dict(epochs=stage['epochs'] * factor)
+    return stage | dict(epochs=stage.get('epochs', 1.0) * factor)
 
 
 def relative_time(name, stages, track, repeat=5):
