@@ -73,23 +73,15 @@ def table(track, key, folders):
     arena_TRACK.jsonl."""
     yield ['entry', 'seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte',
            'pairs `babylm2025`', 'against the dense entry']
-    entries = {}
-    for name, seeds in read_results(track, folders).items():
-        rows = list(seeds.values())
-        if key in classes(rows[0], track):
-            entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
-    bits = {name: scores['bits_per_byte'] for name, scores in entries.items()}
+    entries = {name: list(seeds.values()) for name, seeds in read_results(track, folders).items()}
+    bits = {name: [row['bits_per_byte'] for row in rows] for name, rows in entries.items()
+            if key in classes(rows[0], track)}
     test = partial(compare, read_bits(track, folders))
     for name, against in against_dense(bits, DENSE, test).items():
-        scores = entries[name]
-        yield [
-            name,
-            str(len(scores['seed'])),
-            f"{scores['parameters'][0] / 1e6:.2f}",
-            f"{scores['flops_per_token'][0] / 1e6:.2f}",
-            spread(scores['bits_per_byte'], digits=4),
-            spread(scores['babylm2025']),
-            against]
+        first, *_ = rows = entries[name]
+        yield [name, str(len(rows)), f"{first['parameters'] / 1e6:.2f}",
+               f"{first['flops_per_token'] / 1e6:.2f}", spread(bits[name], digits=4),
+               spread([row['babylm2025'] for row in rows]), against]
 
 
 def against_dense(bits, kinds, test):
