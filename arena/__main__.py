@@ -15,7 +15,6 @@ from the last checkpoint.
 """
 
 import ast
-import difflib
 import json
 import shlex
 import statistics
@@ -46,10 +45,8 @@ def find_entries(names, track):
     entries = {}
     for name in names or ENTRIES[track]:
         if name not in ENTRIES[track]:
-            near = difflib.get_close_matches(name, ENTRIES[track], 1)
-            line = f"{name}=moep | dict(model='arena.{name}'),"
-            hint = f'did you mean {near[0]}?' if near else f'add {line}'
-            raise UserError(f'arena/entries.py has no {name} on the track {track}; {hint}')
+            raise UserError(f'arena/entries.py has no {name} on the track {track}; add '
+                            f"{name}=moep | dict(model='arena.{name}'),")
         entry = ENTRIES[track][name]
         entries[name] = entry if isinstance(entry, list) else [entry]
         check_rules(name, entries[name], track)
@@ -72,10 +69,8 @@ def check_rules(name, stages, track):
     if s.max_iters:
         costs['tokens'] = s.max_iters * s.batch_size * s.gradient_accumulation_steps * window
     if window != rules['window'] or not classes(costs, track):
-        has, wanted = ({key: f'{numbers[key]:,.0f}' for key in ('window', *costs)}
-                       for numbers in (costs | dict(window=window), rules))
-        raise UserError(f'{name} has {has}; the track {track} has {wanted}, of which an entry may '
-                        'miss either parameters or flops_per_token')
+        raise UserError(f'{name} has {costs | dict(window=window)}; the track {track} has {rules}, '
+                        'of which an entry may miss either parameters or flops_per_token')
 
 
 def build(stage, track):
@@ -145,15 +140,14 @@ def make_row(run, stages, identity, rows, track):
     folder = f'{name}_{seed}'
     if 'setting' in run:
         folder = f"sweeps/{name}_{run['setting']}"
-        stages = [third_of_tokens(stage, run['setting']) if is_training(stage) else stage
+        key, _, value = run['setting'].partition('=')
+        stages = [of_length(stage, 1 / 3) | {key: value} if is_training(stage) else stage
                   for stage in stages]
     elif 'budget' in run:
         times = [row['time'] for row in rows if row['entry'] == name]
         run = run | dict(time=times[0] if times else relative_time(name, stages, track))
         folder = f"minutes/{name}_{run['budget']}_{seed}"
-        key = 'max_iters' if 'max_iters' in stages[0] else 'epochs'
-        length = stages[0][key] * (run['budget'] / run['time'])
-        stages = [stages[0] | {key: round(length) if key == 'max_iters' else length}]
+        stages = [of_length(stages[0], run['budget'] / run['time'])]
     out = Path('out/arena', track, folder)
     begun = out / 'entry.json'
     if any(out.rglob('ckpt.pt')) and has_changed(json.loads(begun.read_text()), identity):
@@ -196,15 +190,11 @@ def train(stages, out, seed):
         commands=[command for log in logs for command in log['commands']])
 
 
-def third_of_tokens(stage, setting):
-    """The stage with this setting, even another batch size, on a third of its tokens."""
-    key, _, value = setting.partition('=')
-    s, swept = (read_settings(options(one))[0] for one in (stage, stage | {key: value}))
-    if s.max_iters:
-        windows = s.max_iters * s.batch_size * s.gradient_accumulation_steps
-        rows = swept.batch_size * swept.gradient_accumulation_steps
-        return stage | dict(max_iters=windows // (3 * rows)) | {key: value}
-    return stage | dict(epochs=s.epochs / 3) | {key: value}
+def of_length(stage, factor):
+    """The stage with this factor of its steps or epochs."""
+    if stage.get('max_iters'):
+        return stage | dict(max_iters=round(stage['max_iters'] * factor))
+    return stage | dict(epochs=stage.get('epochs', 1.0) * factor)
 
 
 def relative_time(name, stages, track, repeat=5):
@@ -280,33 +270,25 @@ def list_minutes(entries, seeds):
 
 def make_missing(entries, wanted, swept, file, folders, track):
     """Make the wanted runs that have no row. One that fails does not stop the other entries
-    -> {name: why its row is missing or old}, and the runs that were missing."""
+    -> {name: why its row is missing}"""
     path = folders[-1] / file
     rows = read_rows(file, folders, swept)
-    missing = []
-    for run in wanted:
-        if run not in missing and not any(run.items() <= row.items() for row in rows):
-            missing.append(run)
     identities = {name: identify(stages, swept) for name, stages in entries.items()}
-    failures = {row['entry']: 'settings or code have changed since it ran: rename it, or delete '
-                              f'its rows in {file}' for row in rows
-                if row['entry'] in entries and has_changed(row, identities[row['entry']])}
-    is_checked = {row['entry'] for row in rows}
-    if missing:
-        names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
-        make_missing_toys(names)
-        for name in names:                               # fail now rather than in every run
-            if not Path('data', name).exists():
-                raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
-        path.parent.mkdir(parents=True, exist_ok=True)
-    for number, run in enumerate(missing, 1):
+    changed = {row['entry'] for row in rows if row['entry'] in entries
+               and has_changed(row, identities[row['entry']])}
+    for name in sorted(changed):
+        print(f'{name}: settings or code have changed since it ran')
+    is_checked, failures = {row['entry'] for row in rows}, {}
+    for number, run in enumerate(wanted, 1):
         name = run['entry']
-        if name in failures:
+        if name in failures or any(run.items() <= row.items() for row in rows):
             continue
+        print(f'\n==== {number} of {len(wanted)}: {run}', flush=True)
         stages = entries[name]
-        about = ', '.join(f'{key} {value}' for key, value in run.items())
-        print(f'\n==== {number} of {len(missing)}: {about}', flush=True)
         try:
+            if name in changed:
+                raise UserError(f'it has changed: rename it, or delete its rows in {file}')
+            find_data(track)
             if track == 'toy' and len(stages) == 1 and name not in is_checked:
                 call('tools.check', stages[0]['model'], *options(stages[0]))
                 is_checked.add(name)
@@ -314,9 +296,19 @@ def make_missing(entries, wanted, swept, file, folders, track):
         except UserError as error:
             failures[name] = error
             continue
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, 'a', encoding='utf-8') as rows_file:
             rows_file.write(json.dumps(rows[-1]) + '\n')
-    return failures, missing
+    return failures
+
+
+def find_data(track):
+    """Fails before a run trains, not when its pairs are scored."""
+    names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
+    make_missing_toys(names)
+    for name in names:
+        if not Path('data', name).exists():
+            raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')
 
 
 def main():
@@ -343,7 +335,7 @@ def main():
         entries = find_entries([DENSE_OF_MINUTES], args.track) | entries
         wanted = list_minutes(entries, args.seeds)
     file = f'arena_{args.track}{kind}.jsonl'
-    failures, missing = make_missing(entries, wanted, key, file, folders, args.track)
+    failures = make_missing(entries, wanted, key, file, folders, args.track)
     if args.sweep:
         for name in entries:
             show_sweep(name, key, args.track, folders)
@@ -351,12 +343,8 @@ def main():
         print_columns(list(minutes_table(args.track, folders)))
     else:
         show(args.track, folders, args.entries)
-    if missing and folders[-1].resolve() == PUBLISHED:
-        call('papers.tables')                            # the tables of docs/arena.md
-    for name, reason in failures.items():
-        print(f'{name}: {reason}')
-    if unfinished := {run['entry'] for run in missing} & {*failures}:
-        raise UserError(f"not finished: {', '.join(sorted(unfinished))}; the reason is above")
+    if failures:
+        raise UserError('; '.join(f'{name}: {reason}' for name, reason in failures.items()))
 
 
 if __name__ == '__main__':

@@ -5,7 +5,6 @@ Two entries differ if the bits per byte of their seeds do, by a t-test whose sta
 pooled over the track. In the class of minutes, which has few entries, by Welch's t-test.
 """
 
-import contextlib
 import json
 import math
 import statistics
@@ -27,8 +26,6 @@ DENSE = ('dense', 'dense_muon', 'gpt2')  # the best of these is the dense entry 
 DENSE_OF_MINUTES = 'dense_muon'
 BUDGETS = (0.5, 1, 1.5, 2)               # of the dense entry, in its usual steps
 MODES = ('harness', 'babylm2025')        # of eval_blimp.py
-IN_TERMINAL = ('seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `harness`',
-               'against the dense entry')                # these columns of a table
 
 
 def classes(costs, track):
@@ -43,15 +40,13 @@ def classes(costs, track):
 # ---- Rows ---------------------------------------------------------------------------------------
 
 def read_rows(file, folders, swept=None):
-    return [row for folder in folders for row in read_runs(Path(folder, file), swept)]
-
-
-def read_runs(path, swept=None):
-    """The rows of a .jsonl file, none if it is missing; of a sweep, those of one setting."""
-    with reading(path):
-        lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
-        rows = [row for row in map(json.loads, lines) if 'entry' in row]
-        return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
+    """The rows of .jsonl files, where there are any; of a sweep, those of one setting."""
+    rows = []
+    for path in [Path(folder, file) for folder in folders]:
+        with reading(path):
+            lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+            rows += [row for row in map(json.loads, lines) if 'entry' in row]
+    return [row for row in rows if not swept or row['setting'].startswith(f'{swept}=')]
 
 
 def read_results(track, folders):
@@ -77,25 +72,16 @@ def table(track, key, folders):
     """The cells of a class: the header, then its entries, the best first. folders: with rows in
     arena_TRACK.jsonl."""
     yield ['entry', 'seeds', 'parameters, M', 'MFLOPs per token', 'bits per byte',
-           'pairs `harness`', 'pairs `babylm2025`', 'against the dense entry']
-    entries = {}
-    for name, seeds in read_results(track, folders).items():
-        rows = list(seeds.values())
-        if key in classes(rows[0], track):
-            entries[name] = {score: [row.get(score) for row in rows] for score in rows[0]}
-    bits = {name: scores['bits_per_byte'] for name, scores in entries.items()}
+           'pairs `babylm2025`', 'against the dense entry']
+    entries = {name: list(seeds.values()) for name, seeds in read_results(track, folders).items()}
+    bits = {name: [row['bits_per_byte'] for row in rows] for name, rows in entries.items()
+            if key in classes(rows[0], track)}
     test = partial(compare, read_bits(track, folders))
     for name, against in against_dense(bits, DENSE, test).items():
-        scores = entries[name]
-        yield [
-            name,
-            str(len(scores['seed'])),
-            f"{scores['parameters'][0] / 1e6:.2f}",
-            f"{scores['flops_per_token'][0] / 1e6:.2f}",
-            spread(scores['bits_per_byte'], digits=4),
-            spread(scores['harness']),
-            spread(scores['babylm2025']),
-            against]
+        first, *_ = rows = entries[name]
+        yield [name, str(len(rows)), f"{first['parameters'] / 1e6:.2f}",
+               f"{first['flops_per_token'] / 1e6:.2f}", spread(bits[name], digits=4),
+               spread([row['babylm2025'] for row in rows]), against]
 
 
 def against_dense(bits, kinds, test):
@@ -123,14 +109,9 @@ def compare(bits, name, other):
 def show(track, folders, named=()):
     """Both tables, with a mark at the entries that were named. Two are compared with each other."""
     for key, title in CLASSES.items():
-        header, *rows = table(track, key, folders)
-        columns = [header.index(name) for name in IN_TERMINAL]
-        lines = []
-        for row in (header, *rows):
-            mark = '> ' if row[0] in named else '  '
-            lines.append([mark + row[0], *(row[column].replace('`', '') for column in columns)])
         print(f'\n{title}')
-        print_columns(lines)
+        print_columns([['> ' + name if name in named else '  ' + name, *cells]
+                       for name, *cells in table(track, key, folders)])
     if len(named) == 2:
         test = compare(read_bits(track, folders), *named)
         print(f"\n{' against '.join(named)}, bits per byte: {test}")
@@ -149,10 +130,7 @@ def minutes_table(track, folders):
         if row['budget'] == 1:
             entries.setdefault(row['entry'], []).append(row)
     bits = {name: [row['bits_per_byte'] for row in seeds] for name, seeds in entries.items()}
-
-    def test(name, dense):
-        return verdict(bits[name], bits[dense])
-
+    test = lambda name, dense: verdict(bits[name], bits[dense])
     for name, against in against_dense(bits, [DENSE_OF_MINUTES], test).items():
         row = entries[name][0]
         speedup = effective_speedup(statistics.mean(bits[name]), dense)
@@ -180,10 +158,5 @@ def show_sweep(name, key, track, folders):
     """The values that were tried, the best first."""
     rows = [row for row in read_rows(f'arena_{track}_sweeps.jsonl', folders, key)
             if row['entry'] == name]
-    rows.sort(key=lambda row: row['loss'])
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row['loss']):
         print(f"{name:24} {row['setting']:24} val loss {row['loss']:.4f}")
-    with contextlib.suppress(ValueError):                # words have no order
-        values = [float(row['setting'].partition('=')[2]) for row in rows]
-        if len(values) > 1 and values[0] in (min(values), max(values)):
-            print(f'{name:24} the best is at the end of the range: try further')

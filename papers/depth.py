@@ -118,15 +118,14 @@ def main():
 
     routed = {}
     if model.config.capacity < 1:
-        routed['forecast'] = score(model)
-        routed['top'] = score(LookingAhead(model))
         x, _ = next(windows())
-        shares = count_routes(model, x, machine)['routes']
-        routed['passed'] = {layer: share for layer, (share, _) in shares.items()}
+        passed = {layer: share for layer, (share, _)
+                  in count_routes(model, x, machine)['routes'].items()}
+        routed = dict(forecast=score(model), top=score(LookingAhead(model)), passed=passed)
         show('the forecast decides', routed['forecast'])
         show('looking ahead', routed['top'])
-        print('passed                ' + ', '.join(f'{layer}: {100 * share:.1f}%'
-                                                   for layer, share in routed['passed'].items()))
+        print('passed                ' + ', '.join(
+            f'{layer}: {100 * share:.1f}%' for layer, share in passed.items()))
     exits = []
     for n in range(1, L + 1):
         scores = score(Exit(model, n))
@@ -136,18 +135,16 @@ def main():
     length = min(32, max(1, T // 2), len(tokens))
     starts = np.linspace(0, len(tokens) - length, args.prompts, dtype=np.int64)
     prompts = machine.send(read_windows([tokens], starts, length))
-    drafts = []
     model.eval()
-    for n in (0, *draft_layers):
+    plain, rate, _ = decode(model, prompts, args.max_new_tokens, 0)
+    print(f'no drafts             {rate:,.0f} tokens/s')
+    drafts = [dict(layers=0, tokens_per_s=rate, kept=None, same=len(prompts))]
+    for n in draft_layers:
         texts, rate, kept = decode(model, prompts, args.max_new_tokens, n)
-        if n == 0:
-            plain = texts
-            print(f'no drafts             {rate:,.0f} tokens/s')
         same = int((texts == plain).all(1).sum())
         drafts.append(dict(layers=n, tokens_per_s=rate, kept=kept, same=same))
-        if n:
-            print(f'{n:3} layers draft {N_DRAFT:3}   {rate:,.0f} tokens/s, {100 * kept:.1f}% '
-                  f'kept, {same} of {len(prompts)} texts the same')
+        print(f'{n:3} layers draft {N_DRAFT:3}   {rate:,.0f} tokens/s, {100 * kept:.1f}% '
+              f'kept, {same} of {len(prompts)} texts the same')
     if args.json:
         write_json(args.json, dict(run=args.run, data=str(folder), n_draft=N_DRAFT,
                                    prompts=len(prompts), max_new_tokens=args.max_new_tokens,

@@ -50,13 +50,8 @@ def loss_by_position(model, tokens, length, stride, machine, segment=None, memor
 
 def load(ckpt, args, length):
     """The model for windows of `length`, or, with a memory, as it was trained"""
-    block_size = ckpt['config']['block_size']
-    if args.memory is None and length > block_size:
-        try:
-            return build_model(ckpt, block_size=length)
-        except UserError:                                # its table has another size
-            raise UserError(f"{ckpt['folder']} has a table of {block_size} positions and cannot "
-                            f'read longer windows: --length {block_size}') from None
+    if args.memory is None and length > ckpt['config']['block_size']:
+        return build_model(ckpt, block_size=length)      # an error if it has a table of positions
     model = build_model(ckpt)
     if args.memory is not None and not isinstance(model, ModuleFormer):
         raise UserError('--memory needs a ModuleFormer: others have positions')
@@ -103,11 +98,7 @@ def main():
         means = [f'{loss[start:end].mean():{width}.4f}' for loss in losses]
         print(f'{start:6,} to {end - 1:4,}' + ''.join(means))
     for run, loss, T in zip(args.run, losses, trained):
-        print(f'{run}: {loss.mean():.4f} over all positions')
-        if T < length:
-            change = loss[T:].mean() - loss[T // 2:T].mean()
-            print(f'{run}: trained at {T:,}; from the second half of that to what lies beyond, '
-                  f'the loss changes by {change:+.4f}')
+        print(f'{run}: trained at {T:,}; {loss.mean():.4f} over all positions')
     if args.json:
         rows = [dict(run=run, trained=T, loss=[round(nats, 5) for nats in loss.tolist()])
                 for run, loss, T in zip(args.run, losses, trained)]

@@ -44,20 +44,11 @@ def last_number(text):
 
 def read_problems(path):
     """[(question, solution), ...] of a .jsonl file or of a data set's validation documents."""
-    path = Path(path)
-    if path.suffix == '.jsonl':
+    if Path(path).suffix == '.jsonl':
         names = ['question', 'generated_solution']
-        problems = [tuple(row[name] for name in names) for _, row in read_rows(path, names)]
-    else:
-        problems = read_val_documents(path)
-    if not problems:
-        raise UserError(f'{path} holds no problems (a question, a newline, a solution)')
-    return problems
-
-
-def read_val_documents(folder):
-    tokenizer = load_tokenizer(folder)
-    tokens = load_bin(folder, 'val')
+        return [tuple(row[name] for name in names) for _, row in read_rows(Path(path), names)]
+    tokenizer = load_tokenizer(path)
+    tokens = load_bin(path, 'val')
     ends = np.flatnonzero(tokens == tokenizer.eot) + 1
     documents = np.split(tokens, ends)
     texts = [tokenizer.decode(ids[:-1].tolist()) for ids in documents if len(ids) > 1]
@@ -66,57 +57,20 @@ def read_val_documents(folder):
 
 # ---- Solutions ----------------------------------------------------------------------------------
 
-@torch.no_grad()
 def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
-    """Greedy continuations of prompts (lists of ids), without end-of-text."""
-    texts = [None] * len(prompts)
-
-    def length(i):
-        return len(prompts[i])
-    order = sorted(range(len(prompts)), key=length)
-    groups = [order]
-    write = complete_batch
-    if getattr(model.config, 'byte_limit', 0):
-        groups = [[*group] for _, group in groupby(order, length)]
-        write = complete_chunks
+    """Greedy continuations of prompts (lists of ids), without end-of-text. Prompts of one length
+    share a batch, so none needs padding."""
+    texts = {}
+    length = lambda i: len(prompts[i])
+    groups = [[*group] for _, group in groupby(sorted(range(len(prompts)), key=length), length)]
     batches = [group[i:i + batch_size]
                for group in groups for i in range(0, len(group), batch_size)]
-    with tqdm(total=len(prompts), unit='problem', disable=None, leave=False) as bar:
-        for batch in batches:
-            written = write(model, [prompts[i] for i in batch], eot, max_new_tokens, device)
-            for i, text in zip(batch, written):
-                texts[i] = text[:text.index(eot)] if eot in text else text
-            bar.update(len(batch))
-    return texts
-
-
-def complete_chunks(model, prompts, eot, max_new_tokens, device):
-    """Prompts of one length: a model of chunks keeps its cache inside generate."""
-    ids = model.generate(torch.tensor(prompts, device=device), max_new_tokens, temperature=0)
-    return ids[:, len(prompts[0]):].tolist()
-
-
-def complete_batch(model, prompts, eot, max_new_tokens, device):
-    """All prompts start at the end of the shortest; a longer one is fed its own tokens until it
-    ends. So padding is never needed, the cache computes each position once, and the result is that
-    of one prompt at a time."""
-    lengths = [len(prompt) for prompt in prompts]
-    length = torch.tensor(lengths, device=device)
-    ids = torch.full((len(prompts), max(lengths) + max_new_tokens), eot, device=device)
-    for row, prompt in zip(ids, prompts):
-        row[:len(prompt)] = torch.tensor(prompt, device=device)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    cache = []
-    new = ids[:, :min(lengths)]
-    for t in range(min(lengths), ids.size(1)):
-        logits, _, _ = model(new, cache=cache)
-        written = torch.where(done, eot, logits[:, -1].argmax(-1))
-        ids[:, t] = torch.where(t < length, ids[:, t], written)
-        new = ids[:, t:t + 1]
-        done |= (t >= length) & (new[:, 0] == eot)
-        if done.all():
-            break
-    return [row[n:n + max_new_tokens].tolist() for row, n in zip(ids, lengths)]
+    for batch in tqdm(batches, unit='batch', disable=None, leave=False):
+        ids = torch.tensor([prompts[i] for i in batch], device=device)
+        written = model.generate(ids, max_new_tokens, temperature=0)[:, ids.size(1):].tolist()
+        for i, text in zip(batch, written):
+            texts[i] = text[:text.index(eot)] if eot in text else text
+    return [texts[i] for i in range(len(prompts))]
 
 
 def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, device='cpu'):
@@ -130,9 +84,8 @@ def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, dev
             fitting.append((question, solution))
             prompts.append(prompt)
     if not fitting:
-        raise UserError(
-            f'no problem with a number in its solution leaves {max_new_tokens} tokens of the '
-            f'context of {model.config.block_size}; lower --max_new_tokens')
+        raise UserError('there is no problem with a number in its solution that leaves '
+                        f'{max_new_tokens} tokens of the context; lower --max_new_tokens')
     answers = Counter()
     examples = []
     texts = complete(model, prompts, tokenizer.eot, max_new_tokens, batch_size, device)
@@ -167,9 +120,6 @@ def main():
     print(f"exact answers: {100 * result['accuracy']:.1f}%, {result['right']:,} of "
           f"{result['problems']:,} problems of {data} ({result['left_out']:,} left out; "
           f"always the most common answer: {100 * result['guess']:.1f}%)")
-    if Path(data).suffix != '.jsonl':
-        print('the question is the first line of a document, '
-              'the answer the last number of the rest')
     if args.json:
         write_json(args.json, result)
 

@@ -54,15 +54,6 @@ def document_starts(folder, tokenizer, num, length):
     return torch.from_numpy(prompts.astype(np.int64))
 
 
-def summarise(choices, path, n):
-    """(prompts, layers) choices of one domain -> the share of each of n, and of the right one"""
-    def shares(choices):
-        return [(choices == i).float().mean().item() for i in range(n)]
-    share = shares(choices)
-    layers = [shares(layer) for layer in choices.T]
-    return dict(prompts=len(choices), share=share, layers=layers, right=share[path])
-
-
 def main():
     parser = run_parser(__doc__, data=dict(
         nargs='+', required=True, help='one data set per path, in order'))
@@ -88,9 +79,10 @@ def main():
     print(f"{'domain':24}{'prompts':>8}  {'  '.join(names)}   right")
     result = {}
     for path, (domain, choices) in enumerate(zip(args.data, by_domain)):
-        result[domain] = row = summarise(choices, path, len(names))
-        shares = '  '.join(f'{100 * share:5.1f}%' for share in row['share'])
-        print(f"{domain:24}{row['prompts']:8}  {shares}  {100 * row['right']:5.1f}%")
+        share = [(choices == i).float().mean().item() for i in range(len(names))]
+        result[domain] = dict(prompts=len(choices), share=share, right=share[path])
+        shares = '  '.join(f'{100 * part:5.1f}%' for part in share)
+        print(f'{domain:24}{len(choices):8}  {shares}  {100 * share[path]:5.1f}%')
     right = torch.cat([choices == path for path, choices in enumerate(by_domain)])
     result['accuracy'] = right.float().mean().item()
     print(f"all: {100 * result['accuracy']:.1f}% right")

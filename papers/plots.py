@@ -158,27 +158,6 @@ def lookup():
 
 # ---- ModuleFormer -------------------------------------------------------------------------------
 
-def moduleformer():
-    """Math as the new domain, with old text and without: forgotten against learned."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
-    panels = (('joint', 'math, one part in five of old text'), ('life', 'math alone'))
-    for axis, (how, title) in zip(axes, panels):
-        kinds = runs('moduleformer', how)
-        for base, tuned, style in (('ModuleFormer', 'full', '--'), ('dense', 'dense', ':')):
-            start = scores(kinds[f'{how}-{tuned}'], data='babylm', at=0)
-            axis.axvline(np.mean(start), color='grey', ls=style, label=f'{base}, before')
-        for seeds in kinds.values():
-            old, new = (scores(seeds, data=data) for data in ('babylm', 'openmath_babylm'))
-            name = seeds[0]['name'].replace('`', '')
-            axis.plot(old, new, 'o' if 'Module' in name else 's', ms=7, label=name)
-        low, high = axis.get_ylim()
-        room = 0.7 * (high - low)                    # for the legend
-        axis.set(title=title, xlabel='validation loss, old text', ylabel='validation loss, math',
-                 ylim=(low - room, high))
-        axis.legend(fontsize=7, loc='lower left')
-    return figure
-
-
 @large
 def prune():
     """What pruning adds to the loss on math, after fine-tuning on it and before. Differences, since
@@ -201,23 +180,7 @@ def prune():
     return figure
 
 
-# ---- Self-MoE and Super Tiny models -------------------------------------------------------------
-
-def selfmoe():
-    """Real math: perplexity of each layer's state through the head, without and with its gate."""
-    kinds = tables.gates('real')
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
-    for axis, kind in zip(axes, ('matrix', 'vector', 'scalar')):
-        seeds = [seed['gates'] for seed in kinds[f'{kind}, improves']]
-        layers = [row['layer'] for row in seeds[0]]
-        for key, style in (('without', '--'), ('with', '-')):
-            perplexity = [[row[key] for row in gates] for gates in seeds]
-            band(axis, layers, perplexity, f'{key} the gate', ls=style, marker='o', ms=4)
-        axis.set(title=f'{kind} gates', xlabel='layer', yscale='log')
-    axes[0].set_ylabel('perplexity through the head')
-    axes[0].legend()
-    return figure
-
+# ---- Super Tiny models --------------------------------------------------------------------------
 
 @large
 def stlm():
@@ -342,7 +305,7 @@ def passes():
     return figure
 
 
-ALL = (papaformer, moep, moep_entities, moep_routes, lookup, moduleformer, prune, selfmoe, stlm,
+ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm,
        arena, passes)
 
 if __name__ == '__main__':

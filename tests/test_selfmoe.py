@@ -78,7 +78,7 @@ def project(model, h):
 @pytest.mark.parametrize('changes', [
     dict(gate='matrix'), dict(gate='vector', n_kv_head=1), dict(gate='scalar', n_kv_head=4),
     dict(gate='vector', gate_layers=[]), dict(n=4, k=2), dict(n=2, k=2, gate='scalar'),
-    dict(n=4, k=1, gate='matrix', gate_layers=[1]),
+    dict(n=4, k=1, gate='matrix', gate_layers=[1], sparse=False),
     dict(gate='matrix', rope_base=500.0, norm_eps=0.1, window=3, d_head=6, tied=True)], ids=str)
 def test_oracle(changes):
     """Logits, loss, every aux entry, every gradient, and the routes."""

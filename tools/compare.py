@@ -96,8 +96,6 @@ def read_run(folder):
     choices = [key for key in last if key[:1] == ('route',)]
     cells = make_cells(about, last, steps, evals, aux)
     run = dict(name=str(folder), axes={}, routes={}, cells=cells)
-    run['cells']['run']['log lines'] = f'{len(records):,}'
-
     run['axes']['steps'], by_key = curves(steps, ['loss', 'grad_norm', 'lr', *aux], POINTS)
     run['curves'] = [dict(y, kind='steps', panel=key, label='train') for key, y in by_key.items()]
     losses = [key for key in last if key[:1] == ('val',) and key[2] == 'loss']

@@ -235,14 +235,6 @@ def main():
     for run in runs:
         sets = ', '.join(filter(None, run['sets'])) or 'the text'    # which has no name
         print(f"{run['name']}: {len(run['loss']):,} tokens; the statistics are of {sets}")
-        for layer in run['layers']:
-            load = [f'{100 * part:.0f}' for part in layer['load']]
-            if len(load) > 16:                           # the heaviest, as choice:percent
-                order = np.argsort(layer['load'])[:-9:-1]
-                load = [f'{choice}:{load[choice]}' for choice in order]
-            bits, chance = layer['by_class']
-            shared = f'{bits:.3f} bits shared with the token class ({chance:.3f} by chance)'
-            print(f"  {layer['name']:16} {shared}; share of the gates, %: {' '.join(load)}")
         for note in run['notes']:
             print(f'  {note}')
     names = [Path(run['folder']).name for run in runs] if len(runs) > 1 else []

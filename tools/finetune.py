@@ -42,9 +42,8 @@ from train import learning_rate, make_optimizer, set_rate, train_step
 @dataclass
 class Task:
     texts: list                            # one text or two, made of a row's columns
-    labels: list | None                    # names of labels 0, 1, ...; None: a score from 0 to 5
-    metrics: list                          # the first one decides and counts in the averages
-    suite: str = 'GLUE'                    # whose average it belongs to
+    labels: list                           # names of labels 0, 1, ...
+    metrics: list                          # the first one decides
     seeds: tuple = (3, 12, 42, 100, 200)   # PaPaformer, section 5.3.1
 
 
@@ -54,39 +53,35 @@ TASKS = dict(
     cola=Task(['{sentence}'], ['unacceptable', 'acceptable'], ['Matthews', 'accuracy']),
     sst2=Task(['{sentence}'], ['negative', 'positive'], ['accuracy']),
     mrpc=Task(PAIR, ['not_equivalent', 'equivalent'], ['F1', 'accuracy']),
-    stsb=Task(PAIR, None, ['correlation', 'Pearson', 'Spearman']),
     qqp=Task(['{question1}', '{question2}'], ['not_duplicate', 'duplicate'], ['F1', 'accuracy'],
              seeds=(42,)),
     mnli=Task(PAIR, ['entailment', 'neutral', 'contradiction'], ['accuracy'], seeds=(12, 42)),
     qnli=Task(['{question}', '{sentence}'], ['entailment', 'not_entailment'], ['accuracy']),
     rte=Task(PAIR, ['entailment', 'not_entailment'], ['accuracy']),
-    boolq=Task(['{passage}', '{question}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
-    wsc=Task(['{text}', '{span2_text}: {span1_text}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
-    multirc=Task(['{paragraph}', '{question} {answer}'], BOOLEAN, ['accuracy'], 'SuperGLUE'),
-    toy=Task(['{sentence}'], ['he', 'she'], ['accuracy'], 'toy', seeds=(12, 42)))
+    boolq=Task(['{passage}', '{question}'], BOOLEAN, ['accuracy']),
+    wsc=Task(['{text}', '{span2_text}: {span1_text}'], BOOLEAN, ['accuracy']),
+    multirc=Task(['{paragraph}', '{question} {answer}'], BOOLEAN, ['accuracy']),
+    toy=Task(['{sentence}'], ['he', 'she'], ['accuracy'], seeds=(12, 42)))
 RENAMED = {'premise': 'sentence1', 'hypothesis': 'sentence2', '#1 String': 'sentence1',
            '#2 String': 'sentence2', 'Quality': 'label', 'is_duplicate': 'label',
-           'gold_label': 'label', 'score': 'label'}      # what some files call these columns
+           'gold_label': 'label'}                        # what some files call these columns
 
 
 class Classifier(nn.Module):
-    """A linear map on the last real token's state; one output for a score. Called as train.py calls
-    a model, with (ids, place of the last token) and labels."""
+    """A linear map on the last real token's state. Called as train.py calls a model, with (ids,
+    place of the last token) and labels."""
 
-    def __init__(self, model, n_out):
+    def __init__(self, model, n_labels):
         super().__init__()
         self.model = model
-        self.out = nn.Linear(model.config.n_embd, n_out)
+        self.out = nn.Linear(model.config.n_embd, n_labels)
 
     def forward(self, x, labels=None):
         ids, last = x
         states, _ = self.model.features(ids)             # (B, T, D)
         rows = torch.arange(len(ids), device=ids.device)
-        out, loss = self.out(states[rows, last]).float(), None           # (B, n_out)
-        if labels is not None:
-            is_score = labels.is_floating_point()
-            loss = F.mse_loss(out[:, 0], labels) if is_score else F.cross_entropy(out, labels)
-        return out, loss, {}
+        out = self.out(states[rows, last]).float()       # (B, n_labels)
+        return out, None if labels is None else F.cross_entropy(out, labels), {}
 
 
 def fit(base, task, train, valid, seed, args, machine):
@@ -96,7 +91,7 @@ def fit(base, task, train, valid, seed, args, machine):
     model = copy.deepcopy(base)
     if not args.full:
         model = add_lora(model, rank=args.rank)
-    classifier = Classifier(model, len(task.labels or ['score'])).to(machine.device)
+    classifier = Classifier(model, len(task.labels)).to(machine.device)
     s = Settings(learning_rate=args.learning_rate, weight_decay=0.1, beta2=0.999, schedule='linear')
     optimizer = make_optimizer(classifier, s, machine)
 
@@ -124,7 +119,7 @@ def fit(base, task, train, valid, seed, args, machine):
 
 @torch.no_grad()
 def predict(classifier, data, machine):
-    """Labels or scores of all examples, in their order. Waits for the device only once."""
+    """Labels of all examples, in their order. Waits for the device only once."""
     classifier.eval()
     order = np.argsort(-data.lengths, kind='stable')
     tokens_per_batch = 65536 if machine.cuda else 4096
@@ -134,8 +129,7 @@ def predict(classifier, data, machine):
     outputs = torch.cat(outputs).cpu()
     if not outputs.isfinite().all():
         raise UserError("the model's outputs are not finite; lower --learning_rate")
-    predictions = outputs[:, 0] if outputs.size(1) == 1 else outputs.argmax(1)
-    return predictions.numpy()[np.argsort(order)]        # back in the examples' own order
+    return outputs.argmax(1).numpy()[np.argsort(order)]          # back in the examples' own order
 
 
 def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
@@ -156,26 +150,18 @@ def run_task(name, train_set, valid_set, base, tokenizer, args, machine):
 
 # ---- Metrics ------------------------------------------------------------------------------------
 
-def pearson(p, y):
+def matthews(p, y):
+    """The correlation of zeros and ones."""
     p = np.asarray(p, float) - np.mean(p)
     y = np.asarray(y, float) - np.mean(y)
     size = np.sqrt(np.sum(p * p) * np.sum(y * y))
     return float(np.sum(p * y) / size) if size > 0 else 0.0      # a constant is uncorrelated
 
 
-def ranks(v):
-    """Equal values have their mean rank."""
-    _, which, count = np.unique(v, return_inverse=True, return_counts=True)
-    return (count.cumsum() - (count - 1) / 2)[which]
-
-
 METRICS = dict(                                                  # of predictions p and labels y
     accuracy=lambda p, y: np.mean(p == y),
     F1=lambda p, y: 2 * np.sum(p * y) / max(1, np.sum(p + y)),   # of class 1; labels are 0 and 1
-    Matthews=pearson,                                            # equal for labels 0 and 1
-    Pearson=pearson,
-    Spearman=lambda p, y: pearson(ranks(p), ranks(y)),
-    correlation=lambda p, y: (pearson(p, y) + pearson(ranks(p), ranks(y))) / 2)
+    Matthews=matthews)
 
 
 def score_predictions(predictions, labels, task):
@@ -203,20 +189,16 @@ def find_files(folder, name):
 
 def choose_tasks(wanted, folder):
     """{task: its files}. 'all' are those of which the folder has a file."""
-    tasks = {}
-    for name in TASKS if wanted == 'all' else wanted.split(','):
-        if name not in TASKS:
-            raise UserError(f"there is no task '{name}'; there are all, {', '.join(TASKS)}")
-        files = find_files(folder, name)
-        if wanted == 'all' and not any(files.values()):
-            continue
-        if missing := [split for split, paths in files.items() if not paths]:
-            raise UserError(f"{folder} holds no {' and no '.join(missing)} file of {name}; see "
-                            '--help')
-        tasks[name] = files
-    if not tasks:
-        raise UserError(f'{folder} holds no task; name files after one: rte.train.jsonl, '
-                        'rte.valid.jsonl')
+    tasks = {name: find_files(folder, name)
+             for name in (TASKS if wanted == 'all' else wanted.split(','))}
+    if wanted == 'all':
+        tasks = {name: files for name, files in tasks.items() if any(files.values())}
+    missing = [name for name, files in tasks.items()
+               if name not in TASKS or not all(files.values())]
+    if missing or not tasks:
+        raise UserError(f"{folder} lacks the train or the valid file of "
+                        f"{', '.join(missing) or 'any task'}; tasks are {', '.join(TASKS)}, files "
+                        'are named rte.train.jsonl, rte.valid.jsonl')
     return tasks
 
 
@@ -233,45 +215,31 @@ def read_table(path, name):
     return [{RENAMED.get(column, column): value for column, value in row.items()} for row in rows]
 
 
-def read_label(value, task):
-    """A score, or the number of a label, given by number or name."""
-    text = str(value).strip().lower()
-    if task.labels is None:
-        return float(text)
-    if text in task.labels:
-        return task.labels.index(text)
-    return range(len(task.labels)).index(int(text))      # ValueError: no such label
-
-
 def read_examples(paths, name):
-    """-> [texts of each example], [labels]"""
+    """-> [texts of each example], [labels], which a file gives by name or number"""
     task = TASKS[name]
+    numbers = [str(i) for i in range(len(task.labels))]
     texts, labels = [], []
     for path in paths:
         with reading(path):
             for row in read_table(path, name):
                 texts.append([template.format_map(row) for template in task.texts])
-                labels.append(read_label(row['label'], task))
+                label = str(row['label']).strip().lower()
+                names = task.labels if label in task.labels else numbers
+                labels.append(names.index(label))        # ValueError: no such label
     return texts, labels
 
 
-def shorten(lengths, room):
-    """How many tokens to keep of one text, or of two: first the longer is cut, then both alike."""
-    if len(lengths) == 1:
-        return [min(lengths[0], room)]
-    first = min(lengths[0], max(room - lengths[1], math.ceil(room / 2)))
-    return [first, min(lengths[1], room - first)]
-
-
 def encode(texts, tokenizer, limit):
-    """Token ids, at most `limit`: end-of-text and the text; a newline joins the texts of a pair."""
+    """Token ids, at most `limit`: end-of-text and the text; a newline joins the texts of a pair, of
+    which first the longer is cut, then both alike."""
     slots = len(tokenizer.end)                           # of a chunk of bytes; 1: tokens
-    parts = [tokenizer.encode(text) for text in texts]
-    newline = tokenizer.encode('\n') if len(parts) == 2 else []
-    lengths = [len(part) // slots for part in parts]
-    lengths = shorten(lengths, limit - 1 - len(newline) // slots)
-    first, *second = [part[:n * slots] for part, n in zip(parts, lengths)]
-    return [*tokenizer.end, *first, *newline, *sum(second, [])]
+    first, second = [*map(tokenizer.encode, texts), []][:2]
+    newline = tokenizer.encode('\n') if len(texts) == 2 else []
+    room = limit - 1 - len(newline) // slots
+    n_first = max(room - len(second) // slots, math.ceil(room / 2))
+    first = first[:n_first * slots]
+    return [*tokenizer.end, *first, *newline, *second[:room * slots - len(first)]]
 
 
 class Examples:
@@ -361,13 +329,6 @@ def main():
         show(**results[-1])
         if args.json:                                    # after every task: nothing done is lost
             write_json(args.json, dict(settings=vars(args), model=ckpt['model'], tasks=results))
-    for suite in ('GLUE', 'SuperGLUE'):                  # as in PaPaformer's Table 7
-        members = [name for name, task in TASKS.items() if task.suite == suite]
-        scores = [result['mean'][TASKS[result['task']].metrics[0]] for result in results
-                  if result['task'] in members]
-        if scores:
-            print(f'{suite:21}{statistics.fmean(scores):8.2f}   '
-                  f'{len(scores)} of its {len(members)} tasks')
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ Read a model in Hugging Face's format, trained elsewhere, as a run that every sc
 
     architecture                            becomes
     GPT2LMHeadModel                         moep.py, without parallel layers
-    Llama, Mistral, Qwen2, Qwen3            selfmoe.py; a Llama with --model papaformer its LLaMA
+    Llama, Mistral, Qwen2, Qwen3            selfmoe.py
     Mixtral, Qwen3-MoE, OLMoE               selfmoe.py's mixture
     ModuleFormerForCausalLM                 moduleformer.py (IBM's MoLM)
 
@@ -30,16 +30,13 @@ from plumbing.tokenizer import EOT, choose_tokenizer, rank_tokenizer, ranks_blob
 
 # What is downloaded: not Mistral's consolidated.safetensors, for instance
 FILES = ['*.json', 'README.md', 'model.safetensors', 'model-*.safetensors']
-# For models that have SentencePiece's tokenizer.model alone
-CONVERT = ('python -c "from transformers import AutoTokenizer as A; '
-           "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 # Masks and tables that old files hold and no model needs
 BUFFERS = r'(\battn\.(bias|masked_bias|mask|cum_weight)|rotary_emb\.inv_freq)$'
 
 
 # ---- The folder ---------------------------------------------------------------------------------
 
-def find_folder(name, revision=None):
+def find_folder(name):
     """A folder, or a model's name on Hugging Face's hub, whose files are downloaded once."""
     if Path(name).is_dir():
         return Path(name)
@@ -47,10 +44,9 @@ def find_folder(name, revision=None):
         raise UserError(f'there is no folder {name}')
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:                           # no such name, no network, no package
-        reason = str(error).partition('\n')[0] or type(error).__name__
-        raise UserError(f'there is no folder {name}, and no download of that name ({reason})')
+        raise UserError(f'there is no folder {name}, and no download of that name ({error})')
 
 
 def read_json(path):
@@ -64,11 +60,8 @@ def find_shards(folder):
     names = {*read_json(index)['weight_map'].values()} if index.exists() else {'model.safetensors'}
     for name in sorted(names):
         if not (folder / name).is_file():
-            if any(folder.glob('*.bin')) and not index.exists():
-                raise UserError(f'{folder} has its weights as pickles (.bin), which run code when '
-                                'they are read: get its .safetensors files, or convert it as '
-                                'docs/weights.md does')
-            raise UserError(f'{folder / name} is missing: is the download complete?')
+            raise UserError(f'{folder / name} is missing: is the download complete? Pickles (.bin) '
+                            'run code when they are read; docs/weights.md converts them')
     return [folder / name for name in sorted(names)]
 
 
@@ -79,8 +72,6 @@ def read_tensors(folder):
     tensors = {}
     for path in find_shards(folder):
         with reading(path):
-            if path.stat().st_size < 1000 and path.read_bytes().startswith(b'version'):
-                raise UserError(f'{path} is a pointer of git-lfs: get the weights: git lfs pull')
             for name, tensor in load_file(path).items():
                 if not re.search(BUFFERS, name):
                     tensors[re.sub(r'^(transformer|model)\.', '', name)] = tensor
@@ -238,28 +229,6 @@ def read_llama(c, tensors, name):
         qkv_bias=qkv_bias, qk_norm=qk_norm, tied=tied)
 
 
-def as_papaformer(weights, c):
-    """A Llama of selfmoe.py as papaformer.py's: what that has not is written out, or refused."""
-    n_head, n_kv_head, d_head, D = c['n_head'], c['n_kv_head'], c['d_head'], c['n_embd']
-    if n_head * d_head != D or c['rope_scaling'] or c['qkv_bias'] or c['qk_norm'] != 'none' \
-            or c['n_expert'] > 1:
-        raise UserError('papaformer.py is a plain Llama, and this model is not: omit --model')
-    if c['tied']:
-        weights['head.weight'] = weights['wte.weight'].clone()
-    renamed = {}
-    for name, weight in weights.items():
-        if name.endswith('qkv.weight'):                  # a key and a value for each query head
-            q, *shared = weight.split((D, n_kv_head * d_head, n_kv_head * d_head))
-            own = [w.unflatten(0, (n_kv_head, d_head)).repeat_interleave(n_head // n_kv_head, 0)
-                   for w in shared]
-            weight = torch.cat((q, *(w.flatten(0, 1) for w in own)))
-        renamed[name.replace('blocks.', 'first.').replace('.ffn.', '.')] = weight
-    keys = {key: c[key] for key in ('n_layer', 'n_head', 'n_embd', 'ffn_hidden', 'norm_eps',
-                                    'rope_base')}
-    return 'papaformer', renamed, dict(
-        keys, n_parallel=0, block_size=min(c['block_size'], c['window'] or c['block_size']))
-
-
 def read_molm(c, tensors, name=None):
     """IBM's MoLM."""
     require(c, activation_function=['gelu_new'], gate_type=['mlp'], layer_norm_epsilon=[1e-5],
@@ -281,7 +250,7 @@ READERS = dict(GPT2LMHeadModel=read_gpt2, ModuleFormerForCausalLM=read_molm,
 
 # ---- The run's folder ---------------------------------------------------------------------------
 
-def read_model(folder, model=None):
+def read_model(folder):
     """-> the name of our file, and a model with the folder's weights, in their precision."""
     config = read_json(folder / 'config.json')
     names = config.get('architectures') or ['']
@@ -294,10 +263,6 @@ def read_model(folder, model=None):
         file, weights, keys = READERS[name](config, tensors, name)
     for name in tensors:                                 # those that are left
         raise UserError(f'{folder} has a tensor {name}: our model has no place for it')
-    if (file, model) == ('selfmoe', 'papaformer'):
-        file, weights, keys = as_papaformer(weights, keys)
-    if model not in (None, file):
-        raise UserError(f'a {name} becomes a model of {file}.py, not of {model}.py')
     module = import_model(file)
     keys = dict(keys, vocab_size=len(weights['wte.weight']), dropout=0.0)
     with torch.device('meta'):                           # no memory: the weights take its place
@@ -313,8 +278,7 @@ def read_tokenizer(folder, n_vocab):
     """tokenizer.json, and the ids that end a text."""
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        hint = f' (or make one: {CONVERT})' if (folder / 'tokenizer.model').exists() else ''
-        raise UserError(f'{folder} has no tokenizer.json{hint}: name a data set that has the '
+        raise UserError(f'{folder} has no tokenizer.json: name a data set that has the '
                         "model's tokenizer, --tokenizer data/NAME, or --tokenizer gpt2")
     spec = read_json(path)
     with reading(path):
@@ -366,18 +330,16 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument('source', help="a folder, or a model's name on Hugging Face's hub")
     parser.add_argument('--out', required=True, help='the run folder to write, such as out/llama')
-    parser.add_argument('--model', help='papaformer: read a Llama as its plain LLaMA')
     parser.add_argument('--tokenizer', help='instead of tokenizer.json: gpt2, data/NAME, ...')
-    parser.add_argument('--revision', help='of the download: a branch, a tag or a commit')
     args = parser.parse_args()
     out = Path(args.out)
     if any(out.glob('ckpt*.pt')):
         raise UserError(f'{out} holds a run already: remove it, or name another --out')
-    folder = find_folder(args.source, args.revision)
+    folder = find_folder(args.source)
     n_vocab = read_json(folder / 'config.json').get('vocab_size', math.inf)
     tokenizer = choose_tokenizer(args.tokenizer) if args.tokenizer \
         else read_tokenizer(folder, n_vocab)
-    file, model = read_model(folder, args.model)
+    file, model = read_model(folder)
     name = folder.resolve().name if Path(args.source).is_dir() else args.source
     model.base = dict(license=read_licence(folder), base_model=name)
     if tokenizer.n_vocab > model.config.vocab_size:

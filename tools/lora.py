@@ -92,7 +92,6 @@ def add_lora(model, rank=8, alpha=16, dropout=0.1, only=None, also=None):
     changed in place. `only`, a pattern, restricts this to the maps whose full name (parallel.0.qkv,
     last.0.fc.weight) matches; these may include the head. Parameters whose name matches the pattern
     `also` (for example 'wte|head') are not frozen."""
-    assert not hasattr(model, 'adapted'), 'the model has adapters already: merge them first'
     maps = linear_maps(model)
     if only is None:
         is_head = lambda name: 'head' in name.split('.')[-2:]            # head.weight, head

@@ -11,7 +11,6 @@ One that looks at text, such as prune_experts, reads the first training windows 
 result is a run's folder, which every script takes.
 """
 
-import difflib
 import inspect
 import sys
 from dataclasses import asdict
@@ -61,9 +60,8 @@ def read_options(words, function, model):
         key, equals, text = words.pop(0).lstrip('-').partition('=')
         key = key.replace('-', '_')
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f'did you mean --{near[0]}?' if near else f"it has {', '.join(known) or 'none'}"
-            raise UserError(f'{function.__name__} has no argument --{key}; {hint}')
+            raise UserError(f'{function.__name__} has no argument --{key}; it has '
+                            f"{', '.join(known) or 'none'}")
         if not equals and not words:
             raise UserError(f'--{key} needs a value')
         value = parse_value(text if equals else words.pop(0))
@@ -120,9 +118,8 @@ def main():
         raise UserError('the runs have different models or tokenizers')
     functions = find_surgeries(import_model(first['model']).Model)
     if args.surgery not in functions:
-        near = difflib.get_close_matches(args.surgery, functions, 1)
-        hint = f'did you mean {near[0]}?' if near else f"there are {', '.join(functions)}"
-        raise UserError(f"{first['model']} has no surgery {args.surgery}; {hint}")
+        raise UserError(f"{first['model']} has no surgery {args.surgery}; there are "
+                        f"{', '.join(functions)}")
     function = functions[args.surgery]
     if first['adapted'] and args.surgery != 'merge_lora':
         raise UserError(f'{args.runs[0]} has adapters: merge them first, with merge_lora')

@@ -22,7 +22,7 @@ from plumbing.cli import UserError
 from plumbing.log import read_log
 from plumbing.settings import import_model, read_settings
 from tools.flops import training_flops
-from tools.welch import interval, student, welch
+from tools.welch import interval, welch
 
 TINY = dict(model='moep', data='toy_stories', block_size=32, n_layer=1, n_head=1, n_embd=8,
             n_parallel=0, dropout=0.0, max_iters=6, batch_size=2, learning_rate=1e-2,
@@ -78,7 +78,7 @@ def go(home, *args, code=0):
 
 
 def rows(home, name='arena_toy'):
-    return leaderboard.read_runs(home / f'results/{name}.jsonl')
+    return leaderboard.read_rows(f'{name}.jsonl', [home / 'results'])
 
 
 def race_of(name, seed):
@@ -219,13 +219,9 @@ def test_a_sweep(home, called):
     assert [row['tokens'] for row in rows(home, 'arena_toy_sweeps')] == [2 * 2 * 32] * 2
 
 
-@pytest.mark.parametrize('changes, setting, swept', [
-    (dict(max_iters=30), 'weight_decay=0', dict(max_iters=10, weight_decay='0')),
-    (dict(max_iters=30, batch_size=2), 'batch_size=4', dict(max_iters=5, batch_size='4')),
-    (dict(max_iters=None, epochs=6), 'weight_decay=0', dict(epochs=2.0, weight_decay='0'))])
-def test_a_third_of_the_tokens(changes, setting, swept):
-    stage = TINY | changes
-    assert arena.third_of_tokens(stage, setting) == stage | swept
+def test_length():
+    assert arena.of_length(TINY, 0.5) == TINY | dict(max_iters=3)
+    assert arena.of_length(dict(epochs=6), 1 / 3) == dict(epochs=2)
 
 
 # ---- Rules and tables ---------------------------------------------------------------------------
@@ -284,13 +280,6 @@ def test_attention_by_hand():
         kind = type(import_model(name).Config.__name__, (SimpleNamespace,), {})
         for config in (kind, type('MineConfig', (kind,), {})):
             assert training_flops(config(**size, **keys), 100, 10) == 6 * 100 + 6 * width * 10, name
-
-
-@pytest.mark.parametrize('freedom, t', [
-    (1, 63.6567), (2, 9.92484), (4, 4.60409), (10, 3.16927), (100, 2.62589)])
-def test_student(freedom, t):
-    """The two-sided 1% points that every table has."""
-    assert student(t, freedom) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_welch():

@@ -93,24 +93,11 @@ def test_same_logits_and_text(exported, name):
     ours, theirs = exported(name)
     idx = random_ids(2, 20)
     assert (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-5
-    # past the end of the context, where our cache restarts; transformers' own classes cannot
-    n_new = 40 if theirs.config.model_type == 'nanopaths' else 4
+    n_new = 4
+    if theirs.config.model_type == 'nanopaths':          # past the end of the context, twice
+        n_new, idx = 40, random_ids(2, 30)
     long = theirs.generate(idx, max_new_tokens=n_new, do_sample=False, eos_token_id=None)
     assert long.tolist() == ours.generate(idx, n_new, temperature=0).tolist()
-
-
-@torch.no_grad()
-def test_sampled_long_and_uncached(exported):
-    ours, theirs = exported('moep')
-    idx = random_ids(2, 30)                              # more than the context
-    torch.manual_seed(1)
-    sampled = theirs.generate(idx, max_new_tokens=20, do_sample=True, temperature=0.8, top_k=9,
-                              eos_token_id=None)
-    torch.manual_seed(1)
-    assert sampled.tolist() == ours.generate(idx, 20, temperature=0.8, top_k=9).tolist()
-    uncached = theirs.generate(idx[:, :9], max_new_tokens=9, use_cache=False, do_sample=False,
-                               eos_token_id=None)
-    assert uncached.tolist() == ours.generate(idx[:, :9], 9, temperature=0).tolist()
 
 
 def test_an_edited_model_stays_ours(run, data_dir, tmp_path, monkeypatch):

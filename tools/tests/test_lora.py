@@ -147,13 +147,6 @@ def test_dropout():
         model.train()
 
 
-def test_twice_or_not_at_all():
-    with pytest.raises((AssertionError, ValueError), match='adapters already'):
-        add_lora(add_lora(make('moep')))
-    with pytest.raises((AssertionError, ValueError), match='no adapters'):
-        merge_lora(make('moep'))
-
-
 @pytest.mark.filterwarnings('ignore:mkldnn_matmul failed')   # on CPUs without bfloat16
 def test_precision():
     """Adapters have the type of their weight; under autocast the change is made in that type,
