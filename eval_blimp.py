@@ -333,11 +333,10 @@ def main():
     runs = [score_checkpoints([path], *common) for path in args.runs]
     folders = [run['folder'] for run in runs]
     runs.sort(key=lambda run: (folders.index(run['folder']), run['words'], run['iter']))
-    runs += last
-    show(paradigms, runs, skipped, args)
+    show(paradigms, runs + last, skipped, args)
     if args.json:
         about = dict(data=str(args.data), mode=args.mode, device=args.device, skipped=skipped)
-        write_json(args.json, dict(about, runs=runs))
+        write_json(args.json, dict(about, runs=runs + last))
 
 
 if __name__ == '__main__':

@@ -110,7 +110,8 @@ def read_arguments():
     if not args.score:
         words = args.runs[1:] + words
     if words:
-        parser.error(f'unknown: {" ".join(words)}; a text goes into --prompt, runs before --score')
+        parser.error(f'unknown: {" ".join(words)}; a text goes into --prompt "...", '
+                     'and several runs go with --score')
     if args.show and not args.score:
         parser.error('--show goes with --score')
     return args
