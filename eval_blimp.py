@@ -6,6 +6,7 @@ BLiMP: does a model give the grammatical sentence of a minimal pair the higher p
     python eval_blimp.py out/moep --data data/blimp_fast --mode babylm2025    # BabyLM's own subset
     python eval_blimp.py out/moep --data data/blimp --json blimp.json     # every pair's scores too
     python eval_blimp.py out/moep/ckpt_*.pt out/gpt2 --data data/blimp --json curve.json
+    python eval_blimp.py out/moep out/gpt2 --together              # and both as one model
 
 `python prepare.py blimp` downloads BLiMP. BabyLM's subsets are folders of its evaluation data
 (docs/eval_blimp.md); `python prepare.py blimp --name blimp_fast --input FOLDER` copies one.
@@ -34,10 +35,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
+from plumbing.checkpoint import read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, between, human, run_main, write_json
 from plumbing.machine import Machine
 from plumbing.text import read_rows
+from plumbing.together import load_together
 from prepare import make_missing_toys
 
 PUBLISHED = Path(__file__).parent / 'plumbing/blimp_published.txt'
@@ -191,9 +193,9 @@ def evaluate(paradigms, sentences, scores):
     return result
 
 
-def score_checkpoint(path, paradigms, by_tokenizer, args):
-    """Everything that --json writes about one checkpoint."""
-    model, ckpt = load_checkpoint(path, args.device)
+def score_checkpoints(paths, paradigms, by_tokenizer, args):
+    """Everything that --json writes about one checkpoint, or about several as one model."""
+    model, ckpt = load_together(paths, args.device)
     sentences = by_tokenizer[ckpt['tokenizer']]
     fitting = 2 ** 29 // sentences.n_vocab               # (tokens, vocabulary) of float32 in 2 GiB
     useful = sentences.slots * (1024 if args.device == 'cpu' else 32768)
@@ -204,9 +206,9 @@ def score_checkpoint(path, paradigms, by_tokenizer, args):
     means = {'': {}, 'field': {}, 'phenomenon': {}}
     for heading, name, names in groups(paradigms):
         means[heading][name] = mean(accuracy, names)
-    return dict(checkpoint=str(path), folder=ckpt['folder'], model=ckpt['model'],
+    return dict(checkpoint=' + '.join(map(str, paths)), folder=ckpt['folder'],
+                model=ckpt['model'], iter=ckpt['iter'], words=ckpt['words'],
                 parameters=model.count_params()[0], tokenizer=ckpt['tokenizer'],
-                iter=ckpt['iter'], words=ckpt['words'],
                 overall=means['']['overall'], fields=means['field'], phenomena=means['phenomenon'],
                 paradigms=result)
 
@@ -301,6 +303,8 @@ def read_arguments():
                         help='run folders (out/moep) or checkpoints (out/moep/ckpt_1M.pt)')
     parser.add_argument('--data', type=Path, default='data/toy_blimp',
                         help='a folder of .jsonl files, or one such file')
+    parser.add_argument('--together', action='store_true',
+                        help='score the runs as one model, too: the mean of their probabilities')
     parser.add_argument('--mode', choices=['harness', 'babylm2025', 'babylm2025_bos'],
                         default='harness', help='how a sentence becomes tokens')
     parser.add_argument('--skip_long', action='store_true',
@@ -324,13 +328,15 @@ def main():
     paradigms = read_pairs(args.data)
     by_tokenizer = read_sentences(paradigms, args)
     skipped = leave_out_long(paradigms, by_tokenizer, args.skip_long)
-    runs = [score_checkpoint(path, paradigms, by_tokenizer, args) for path in args.runs]
+    common = paradigms, by_tokenizer, args
+    last = [score_checkpoints(args.runs, *common)] if args.together else []  # may be refused
+    runs = [score_checkpoints([path], *common) for path in args.runs]
     folders = [run['folder'] for run in runs]
     runs.sort(key=lambda run: (folders.index(run['folder']), run['words'], run['iter']))
-    show(paradigms, runs, skipped, args)
+    show(paradigms, runs + last, skipped, args)
     if args.json:
         about = dict(data=str(args.data), mode=args.mode, device=args.device, skipped=skipped)
-        write_json(args.json, dict(about, runs=runs))
+        write_json(args.json, dict(about, runs=runs + last))
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ Look at what a trained model does.
     python sample.py out/moep --prompt "Once upon a time" --next 5   # the most probable next tokens
     python sample.py out/moep --prompt "Once upon a time" --routes   # what each token took
     python sample.py out/moep --score book.txt --show 5              # how well it predicts a text
+    python sample.py out/moep out/gpt2 --score book.txt              # both as one model
 """
 
 import re
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 
 from plumbing.bins import score_batches, val_batches
-from plumbing.checkpoint import context_limit, load_checkpoint, run_tokenizer
+from plumbing.checkpoint import context_limit, run_tokenizer
 from plumbing.cli import Parser, UserError, between, reading, run_main
 from plumbing.machine import Machine
+from plumbing.together import load_together
 
 
 def cell(tokenizer, i):
@@ -84,7 +86,7 @@ def show_worst(nats, ids, tokenizer, n):
 
 def read_arguments():
     parser = Parser(__doc__)
-    parser.add_argument('run', help='a run folder (out/moep) or a checkpoint (out/moep/ckpt_1M.pt)')
+    parser.add_argument('runs', nargs='+', help='run folders or .pt files; several with --score')
     parser.add_argument('--prompt', default='', help='text to continue; if empty, a new document')
     parser.add_argument('--num', type=between(1, 1000), default=1, help='how many samples')
     parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6),
@@ -105,8 +107,11 @@ def read_arguments():
     parser.add_argument('--show', type=between(1, 10 ** 6), metavar='N',
                         help='with --score: print the N sentences with the highest loss per token')
     args, words = parser.parse_known_args()
+    if not args.score:
+        words = args.runs[1:] + words
     if words:
-        parser.error(f'unknown: {" ".join(words)}; a text goes into --prompt "..."')
+        parser.error(f'unknown: {" ".join(words)}; a text goes into --prompt "...", '
+                     'and several runs go with --score')
     if args.show and not args.score:
         parser.error('--show goes with --score')
     return args
@@ -129,7 +134,7 @@ def main():
         n_new = 0 if args.routes and args.prompt else 200
     machine = Machine(args.device)
     device = machine.device
-    model, ckpt = load_checkpoint(args.run, device)
+    model, ckpt = load_together(args.runs, device)
     tokenizer = run_tokenizer(ckpt)
     if args.score:
         return show_scores(model, tokenizer, args.score, args.show, machine)
