@@ -41,6 +41,8 @@ def stock(run, data_dir, tmp_path_factory):
     (home / 'book.txt').write_text('A line.\n\nAnother.\n' * 20)
     (home / 'latin.txt').write_bytes('Caf\xe9\n'.encode('latin-1') * 20)
     (home / 'rows.jsonl').write_text('{"body": "A line."}\n' * 20)
+    row = dict(sentence_good='The dogs run. ' * 9, sentence_bad='')
+    (home / 'long.jsonl').write_text(json.dumps(row))
     (home / 'books.tar.gz').write_bytes(gzip.compress(b'A tar is text, and headers.\n' * 20))
     (home / 'cut.txt.gz').write_bytes(gzip.compress(b'A line.\n' * 20)[:-9])
     (home / 'broken.py').write_text('batch_size = (\n')
@@ -110,6 +112,7 @@ def one_line(done, script):
     (['sample.py', 'out/run', '--show=3'], 'goes with --score'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
+    ([*BLIMP, '--data=long.jsonl'], 'train with a larger block_size'),
     ([*TEXT], '--input'),
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),

@@ -38,7 +38,7 @@ def test_compare_scores(smoke, data_dir, swapped):
     def score(text):
         ids = torch.tensor([tokenizer.end + tokenizer.encode(' ' + text)])
         return -model(ids[:, :-1], ids[:, 1:], reduction='none')[1].sum().item()
-    pairs = [(texts, [score(text) for text in texts]) for _, *texts in paradigm.pairs]
+    pairs = [(texts, [score(text) for text in texts]) for texts in paradigm.pairs]
     for _, scores in pairs[:swapped]:
         scores.reverse()
     accuracy = {name: 100 * sum(good >= bad for _, (good, bad) in pairs) / 20}
