@@ -122,4 +122,5 @@ def test_one_checkpoint(run, smoke, tmp_path):
         accuracy[name] = 100 * np.mean([g >= b for g, b in zip(good, bad)])
     assert result['overall'] == pytest.approx(np.mean([*accuracy.values()]))
     both = (accuracy['p'] + accuracy['q']) / 2
-    assert result['phenomena'] == pytest.approx(dict(argument_structure=both, binding=accuracy['r']))
+    means = dict(argument_structure=both, binding=accuracy['r'])
+    assert result['phenomena'] == pytest.approx(means)
