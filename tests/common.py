@@ -81,13 +81,14 @@ def data_dir(tmp_path_factory):
 
 
 def first_commands(config):
-    """The mixes and surgeries that a config's docstring asks for, as words."""
+    """The mixes, surgeries and runs of others that a config's docstring asks for, as words."""
     module = ast.parse((ROOT / config).read_text(encoding='utf-8'))
     doc = ast.get_docstring(module, clean=False)
     lines = re.findall('^    python (.*)', doc.replace('\\\n', ' '), re.MULTILINE)
     commands = [line.removeprefix('-m ').split() for line in lines]
     return [words for words in commands if words[:2] == ['prepare.py', 'mix']
-            or words[0] == 'tools.surgery' and '--out' in words]
+            or words[0] == 'tools.surgery' and '--out' in words
+            or words[0] == 'train.py' and words[1] != config]
 
 
 @pytest.fixture(scope='session')
@@ -115,7 +116,10 @@ def smoke(data_dir, tmp_path_factory):
     @functools.cache
     def train(config, *settings):
         for words in first_commands(config):
-            call(*words)
+            if words[0] == 'train.py':
+                train(*words[1:])
+            else:
+                call(*words)
         call(read_config(ROOT / config).get('init_from', ''))
         out = folder / config.replace('config', 'out', 1).removesuffix('.py')
         if settings:
