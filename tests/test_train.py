@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -499,25 +498,6 @@ def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, number):
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
     tiny('run', MODULEFORMER, resume=True, **settings)
     assert_same_run(tmp_path / 'run', tmp_path / 'calm')
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed(data_dir, tmp_path):
-    def start(out, *more):
-        settings = dict(MOEP, max_iters=60, save_interval=7, eval_interval=20, data_dir=data_dir)
-        args = [*arguments(settings), f'--out_dir={tmp_path / out}', *more]
-        env = dict(os.environ, OMP_NUM_THREADS='1')
-        return subprocess.Popen([sys.executable, 'train.py', *args], cwd=ROOT, env=env,
-                                stdout=subprocess.DEVNULL)
-    calm = start('calm')
-    process = start('killed')
-    log = tmp_path / 'killed/log.jsonl'
-    while process.poll() is None and not (log.exists() and log.read_bytes().count(b'\n') > 20):
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert calm.wait() == start('killed', '--resume').wait() == 0
-    assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
 
 
 # ---- Two processes -------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from common import ROOT, browse, in_a_browser
+from browser import browse, in_a_browser
+from common import ROOT
 from tools import compare
 
 NASTY = '</script><b id="x">"\'&$\x1b[2J'
