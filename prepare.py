@@ -176,8 +176,8 @@ def write_meta(work, tokenizer, splits):
     """meta.json and the tokenizer's file."""
     if tokenizer.file:
         (work / tokenizer.file).write_bytes(tokenizer.blob)
-    meta = dict(command=shlex.join(sys.argv), splits=splits, dtype=tokenizer.dtype,
-                tokenizer=tokenizer.about())
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    meta = dict(command=command, splits=splits, dtype=tokenizer.dtype, tokenizer=tokenizer.about())
     (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
 
 

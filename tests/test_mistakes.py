@@ -6,8 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -121,20 +119,11 @@ def one_line(done, script):
     ([*TEXT, '--input', 'books.tar.gz'], 'books.tar.gz is an archive: unpack it'),
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
+    (['prepare.py', 'mix', '--name=mine', '--input', 'data/toy_math:0.6:0.2'], 'FROM < TO'),
 ], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')
 def test_a_mistake_is_one_line(run, stock, command, hint):
     assert hint in one_line(run(*command, cwd=stock, code=2), command[0])
     assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
-
-
-@pytest.mark.parametrize('path', ['tools/compare.py', 'arena'])
-def test_run_as_a_file(path):
-    if not (ROOT / path).exists():
-        pytest.skip('a room that was taken away')
-    done = subprocess.run([sys.executable, ROOT / path, 'x'], capture_output=True, text=True)
-    name = path.removesuffix('.py').replace('/', '.')
-    assert done.returncode == 1 and done.stderr.count('\n') == 1
-    assert done.stderr.endswith(f'python -m {name}\n')
 
 
 # ---- Damaged files -------------------------------------------------------------------------------

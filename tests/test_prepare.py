@@ -272,15 +272,6 @@ def test_mix(mix, one, two):
         assert slots == 1 or (starts <= 257).all() and (starts != 256).all()
 
 
-@pytest.mark.parametrize('inputs, passes', [
-    (['data/a:0.6:0.2'], []), (['data/a:0:2'], []), (['data/a:0.5'], []), (['data/a:x:1'], []),
-    (['data/a', 'data/b'], [1]), (['data/a'], [0])])
-def test_a_wrong_mix(mix, inputs, passes):
-    with pytest.raises(UserError, match='0 <= FROM < TO <= 1'):
-        mix(*inputs, passes=passes)
-    assert not Path('data/mix').exists()
-
-
 # ---- Nothing is lost ----------------------------------------------------------------------------
 
 def test_overwrite_touches_only_data_sets(tmp_path):
