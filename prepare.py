@@ -40,7 +40,7 @@ from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
                                 rank_tokenizer, ranks_blob, shared_tokenizer)
-from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
+from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story
 
 
 # ---- Files -> documents -------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def make_missing_toys(names, root='data'):
 
 
 def make_toy(root='data', overwrite=False, names=TOYS):
-    """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
-    task (toy_glue). Three of them are the texts of another in a new form."""
+    """Write the toy corpora that are missing, with one BPE for all, and minimal pairs (toy_blimp).
+    Three of them are the texts of another in a new form."""
     missing = [Path(root, name) for name in names if overwrite or not Path(root, name).exists()]
     if not missing:
         return print(f'{root} holds all toy corpora already; --overwrite makes them again')
@@ -358,9 +358,6 @@ def make_toy(root='data', overwrite=False, names=TOYS):
             length = lambda text: len(tokenizer.encode(text))
             pairs = {kind: minimal_pairs(kind, seen, length) for kind in SCENES}
             write_jsonl(target, pairs, overwrite)
-        elif target.name == 'toy_glue':
-            rows = subject_rows(2300)
-            write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
         else:
             documents = (('train', text) for text in texts[target.name])
             write_data_set(target, documents, tokenizer, forms.get(target.name), 0.02, overwrite)

@@ -325,8 +325,7 @@ def test_python_files(tmp_path, monkeypatch):
 # ---- The toy corpora ----------------------------------------------------------------------------
 
 PINNED = {'toy_stories': 'b3d26387a782821f', 'toy_math': 'afee4c8257df1176',
-          'toy_lingo': 'f139e314a00cf786', 'toy_blimp': 'fb8e16909503a603',
-          'toy_glue': '1729a115d847c290'}
+          'toy_lingo': 'f139e314a00cf786', 'toy_blimp': 'fb8e16909503a603'}
 
 
 def test_toy_is_the_same_everywhere(data_dir):
