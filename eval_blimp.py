@@ -165,25 +165,27 @@ def mean(column, names):
 
 
 def show(paradigms, runs, args):
-    """A line per checkpoint (those of one run are its learning curve), then one table for all: a
-    row per group (and paradigm), a column per checkpoint."""
+    """A line per checkpoint (those of one run are its learning curve), then tables: a row per
+    phenomenon, or paradigm, and a column per checkpoint."""
     pairs = sum(len(p.pairs) for p in paradigms.values())
     print(f'{args.data}: {pairs:,} pairs in {len(paradigms)} paradigms; mode {args.mode}')
     width = max(len(run['checkpoint']) for run in runs)
     for i, run in enumerate(runs, 1):
         print(f"({i})  {run['checkpoint']:{width}}  {human(run['parameters'])} parameters, "
               f"step {run['iter']:,}, {human(run['words'])} words: {run['overall']:.2f}%")
-    rows = groups(paradigms)
+    tables = [groups(paradigms)]
     if args.paradigms:
         order = sorted(paradigms, key=lambda name: (paradigms[name].phenomenon or '', name))
-        rows += [(name, [name]) for name in order]
+        tables.append([(name, [name]) for name in order])
     columns = [{name: r['accuracy'] for name, r in run['paradigms'].items()} for run in runs]
-    width = max(len(name) for name, _ in rows) + 2
+    width = max(len(name) for rows in tables for name, _ in rows) + 2
     heads = [f'({i})' for i in range(1, len(runs) + 1)]
     print(f"\n{'':{width}}paradigms", *(f'{head:>7}' for head in heads))
-    for name, names in rows:
-        cells = [f'{mean(column, names):7.1f}' for column in columns]
-        print(f'{name:{width}}{len(names):9}', *cells)
+    for rows in tables:
+        print()
+        for name, names in rows:
+            cells = [f'{mean(column, names):7.1f}' for column in columns]
+            print(f'{name:{width}}{len(names):9}', *cells)
 
 
 # ---- The command line ---------------------------------------------------------------------------
