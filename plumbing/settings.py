@@ -224,10 +224,7 @@ def import_model(name):
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
         hint = f'did you mean {near[0]}?' if near else f"there are {', '.join(names)}"
-        file = name.replace('.', '/') + '.py'
-        if (ROOT / file).is_file():
-            raise UserError(f'{file} is no model file: it must end with Config, Model = ...')
-        raise UserError(f'there is no model file {file}; {hint}')
+        raise UserError(f'there is no model file {name} that ends with Config, Model = ...; {hint}')
     return importlib.import_module(name)
 
 
