@@ -37,7 +37,7 @@ from plumbing.checkpoint import load_checkpoint, read_checkpoint, run_tokenizer
 from plumbing.cli import Parser, UserError, human, run_main, write_json
 from plumbing.machine import Machine
 from plumbing.text import read_rows
-from prepare import make_missing_toys
+from prepare import make_toys
 
 
 # ---- Minimal pairs ------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def main():
     args.device = Machine(args.device).device.type
     torch.set_float32_matmul_precision('highest')        # no TF32
     if args.data == Path('data/toy_blimp'):
-        make_missing_toys([args.data.name], args.data.parent)
+        make_toys([args.data.name], args.data.parent)
     paradigms = read_pairs(args.data)
     for path in args.runs:
         read_checkpoint(path, mmap=True)                 # one that is missing is reported at once

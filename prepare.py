@@ -326,19 +326,13 @@ def document_end(tokens, place, tokenizer):
 
 # ---- The toy corpora, from the grammars in plumbing/toy.py --------------------------------------
 
-def make_missing_toys(names, root='data'):
-    """A run that asks for a toy corpus gets it."""
-    asked = [name for name in TOYS if name in names and not Path(root, name).exists()]
-    if asked:
-        make_toy(root, names=asked)
-
-
-def make_toy(root='data', overwrite=False, names=TOYS):
-    """Write the toy corpora that are missing, with one BPE for all, and minimal pairs (toy_blimp).
-    Three of them are the texts of another in a new form."""
-    missing = [Path(root, name) for name in names if overwrite or not Path(root, name).exists()]
+def make_toys(names=TOYS, root='data', overwrite=False):
+    """Write those toy corpora among `names` that are missing, with one BPE for all; toy_blimp holds
+    minimal pairs. Three are the texts of another in a new form."""
+    folders = [Path(root, name) for name in TOYS if name in names]
+    missing = [folder for folder in folders if overwrite or not folder.exists()]
     if not missing:
-        return print(f'{root} holds all toy corpora already; --overwrite makes them again')
+        return
     print(f'toy corpora, into {Path(root).resolve()}: made-up text, from plumbing/toy.py')
     sizes = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in sizes}
@@ -422,7 +416,8 @@ def read_arguments(argv):
 def main(argv=None):
     args = read_arguments(argv)
     if args.what == 'toy':
-        return make_toy(args.out, args.overwrite)
+        make_toys(TOYS, args.out, args.overwrite)
+        return print(f'{args.out} holds all toy corpora; --overwrite makes them again')
     target = Path(args.out, args.name or args.what)
     check_free(target, args.overwrite)                   # before anything is downloaded or read
     if args.what == 'mix':

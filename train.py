@@ -140,8 +140,8 @@ def load_data_and_model(s, module, keys, ckpt, machine):
     folders = [Path(s.data_dir, name) for name in s.data.split(',')]
     scored = [Path(s.data_dir, name) for name in (s.eval_data or s.data).split(',')]
     if machine.rank == 0 and not all(folder.exists() for folder in folders + scored):
-        from prepare import make_missing_toys            # toy corpora are made on demand
-        make_missing_toys([folder.name for folder in folders + scored], s.data_dir)
+        from prepare import make_toys                    # toy corpora are made on demand
+        make_toys([folder.name for folder in folders + scored], s.data_dir)
     machine.barrier()                                    # until the first process has made them
     tokenizer = shared_tokenizer(*folders, *scored)
     torch.manual_seed(s.seed)                            # of the initial weights

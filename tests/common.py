@@ -73,7 +73,7 @@ def data_dir(tmp_path_factory):
     """The toy corpora, made once per session. A test that changes something takes a copy."""
     import prepare
     folder = tmp_path_factory.mktemp('data')
-    prepare.make_toy(folder)
+    prepare.make_toys(root=folder)
     return folder
 
 

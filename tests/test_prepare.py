@@ -337,16 +337,13 @@ def test_toy_is_the_same_everywhere(data_dir):
         assert digest.hexdigest()[:16] == expected, name
 
 
-def test_toy_folders(data_dir, tmp_path, capsys, monkeypatch):
+def test_toy_folders(data_dir, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in data_dir.rglob('*')}
     prepare.main(['toy', '--out', str(data_dir)])
-    assert 'holds all toy corpora already' in capsys.readouterr().out
-    prepare.make_missing_toys(['toy_math', 'my_book'], data_dir)
+    prepare.make_toys(['toy_math', 'my_book'], data_dir)
     assert before == {path: path.stat().st_mtime_ns for path in data_dir.rglob('*')}
     assert sorted(os.listdir(data_dir)) == sorted(TOYS)
     names = ['toy_stories', 'toy_math', 'toy_lingo']
     assert len({load_tokenizer(data_dir / name).hash for name in names}) == 1
-    made = []
-    monkeypatch.setattr(prepare, 'make_toy', lambda root, names: made.append(names))
-    prepare.make_missing_toys(['my_book', 'toy_stories', 'toy_stories', 'toy_storys'], tmp_path)
-    assert made == [['toy_stories']]
+    prepare.make_toys(['my_book', 'toy_storys', 'toy_blimp'], tmp_path)
+    assert os.listdir(tmp_path) == ['toy_blimp']
