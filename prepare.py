@@ -20,8 +20,10 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import sys
 import sysconfig
 import zlib
 from collections import Counter
@@ -38,7 +40,7 @@ from plumbing.download import NAMED, check_free, fetch_named, new_folder
 from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
                                 rank_tokenizer, ranks_blob, shared_tokenizer)
-from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story, subject_rows
+from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story
 
 
 # ---- Files -> documents -------------------------------------------------------------------------
@@ -109,10 +111,7 @@ def read_text(path, split):
     or file."""
     lines = (line for _, line in read_lines(path))
     if split == 'auto':
-        head, room = [], 2 ** 24                         # at most 10,000 lines, 16M characters
-        while len(head) < 10000 and room > 0 and (line := next(lines, '')):
-            head.append(line)
-            room -= len(line)
+        head = list(itertools.islice(lines, 10000))
         lines = itertools.chain(head, lines)
         start = ''.join(head).rstrip()
         split = 'eot' if EOT in start else 'blank' if re.search(r'\n\s*\n', start) else 'passage'
@@ -134,28 +133,25 @@ def read_text(path, split):
 
 # ---- Documents -> a data set --------------------------------------------------------------------
 
-def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, seed=1337,
-                   overwrite=False, source=(), no_copies=False, **settings):
+def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, overwrite=False,
+                   no_copies=None):
     """
     documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    form: ('chunks', 12), for instance; settings: what else meta.json shall say; no_copies: data
-    sets, and copies of validation text, also of theirs, are left out; None: they are counted.
+    form: ('chunks', 12), for instance; no_copies: data sets. Training documents that share a line
+    with validation text, or with theirs, are left out; None: they stay.
     """
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
         jobs = os.cpu_count() if size > POOL_SIZE else 1
-        spans = {split: Dice(seed).shuffled(spans[split]) for split in spans}
+        spans = {split: Dice(1337).shuffled(spans[split]) for split in spans}
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
-        if no_copies is not False:
-            new = share_no_lines(work, spans, no_copies or [])
-            n = len(spans['train']) - len(new)
-            hint = '--no_copies leaves them out'
-            if no_copies is not None:
-                spans['train'], hint = new, 'left out'
-            if n:
-                print(f'{n:,} training documents share a long line with validation text: {hint}')
+        if no_copies is not None:
+            n = len(spans['train'])
+            spans['train'] = share_no_lines(work, spans, no_copies)
+            print(f"{n - len(spans['train']):,} training documents share a long line with "
+                  'validation text: left out')
         if not spans['train'] and val_fraction < 1 or not spans['val']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
                             'or one document only, and validation needs one (see --split)')
@@ -163,25 +159,26 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, s
             tokenizer = train_tokenizer(work, spans['train'] or spans['val'], tokenizer, jobs)
         if form:
             tokenizer = wrap_tokenizer(tokenizer, *form)
-        if tokenizer.file:
-            (work / tokenizer.file).write_bytes(tokenizer.blob)
-        meta = dict(name=target.name, source=list(source), splits={}, dtype=tokenizer.dtype,
-                    tokenizer=tokenizer.about(),
-                    settings=dict(settings, seed=seed, val_fraction=val_fraction,
-                                  no_copies=no_copies))
-        (work / 'meta.json').write_text(json.dumps(meta))        # encode_batch loads the tokenizer
-        for split in spans:
-            meta['splits'][split] = encode_split(work, split, spans[split], tokenizer, jobs)
-        (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
+        write_meta(work, tokenizer, {})                  # encode_batch loads the tokenizer
+        splits = {split: encode_split(work, split, spans[split], tokenizer, jobs)
+                  for split in spans}
+        write_meta(work, tokenizer, splits)
         os.remove(work / 'spool')
-    for split, n in meta['splits'].items():
+    for split, n in splits.items():
         unit = 'tokens' if len(tokenizer.end) == 1 else 'slots'
-        share = n.get('unknown', 0) / n['tokens']
-        lost = f', {share:.2%} of the tokens are <unk>: their text is lost' if share else ''
         print(f"{target}/{split}.bin: {n['tokens']:,} {unit}, {n['documents']:,} documents, "
-              f"{n['words']:,} words{lost}")
-    if n['tokens'] < 1000:
+              f"{n['words']:,} words")
+    if splits['val']['tokens'] < 1000:
         print('note: the validation text is very short; see --val_fraction and --split')
+
+
+def write_meta(work, tokenizer, splits):
+    """meta.json and the tokenizer's file."""
+    if tokenizer.file:
+        (work / tokenizer.file).write_bytes(tokenizer.blob)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    meta = dict(command=command, splits=splits, dtype=tokenizer.dtype, tokenizer=tokenizer.about())
+    (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
 
 
 def spool(documents, path):
@@ -246,11 +243,7 @@ def train_tokenizer(work, spans, vocab_size, jobs):
     counts = Counter()
     for part in parallel(count_batch, work, batches(spans, 2 ** 22), jobs):
         counts.update(part)
-    vocab = train_bpe(counts, vocab_size)
-    if len(vocab) + 1 < vocab_size:
-        print(f'the text is too small for a vocabulary of {vocab_size:,}: '
-              f'it has {len(vocab) + 1:,} entries')
-    return rank_tokenizer(ranks_blob(vocab))
+    return rank_tokenizer(ranks_blob(train_bpe(counts, vocab_size)))
 
 
 cached_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)        # once per process
@@ -278,9 +271,6 @@ def encode_split(work, split, spans, tokenizer, jobs):
         encoded = parallel(encode_batch, work, tasks, jobs)
         for ids, words in tqdm(encoded, split, len(tasks), unit='batch', leave=False, disable=None):
             counts.update(tokens=file.write(ids) // end.itemsize, words=words)
-            if tokenizer.unknown is not None:
-                unknown = np.frombuffer(ids, tokenizer.dtype) == tokenizer.unknown
-                counts.update(unknown=int(unknown.sum()))
     return dict(counts)
 
 
@@ -321,11 +311,7 @@ def mix(target, inputs, passes, overwrite):
                         counts.update({key: n * share for key, n in whole.items()})
             splits[split] = {key: round(n) for key, n in counts.items()}
             print(f"{target}/{split}.bin: {splits[split]['tokens']:,} ids")
-        if tokenizer.file:
-            (work / tokenizer.file).write_bytes(tokenizer.blob)
-        meta = dict(name=target.name, source=inputs, splits=splits,
-                    dtype=tokenizer.dtype, tokenizer=tokenizer.about())
-        (work / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n')
+        write_meta(work, tokenizer, splits)
 
 
 def document_end(tokens, place, tokenizer):
@@ -340,19 +326,13 @@ def document_end(tokens, place, tokenizer):
 
 # ---- The toy corpora, from the grammars in plumbing/toy.py --------------------------------------
 
-def make_missing_toys(names, root='data'):
-    """A run that asks for a toy corpus gets it."""
-    asked = [name for name in TOYS if name in names and not Path(root, name).exists()]
-    if asked:
-        make_toy(root, names=asked)
-
-
-def make_toy(root='data', overwrite=False, names=TOYS):
-    """Write the toy corpora that are missing, with one BPE for all, minimal pairs (toy_blimp) and a
-    task (toy_glue). Three of them are the texts of another in a new form."""
-    missing = [Path(root, name) for name in names if overwrite or not Path(root, name).exists()]
+def make_toys(names=TOYS, root='data', overwrite=False):
+    """Write those toy corpora among `names` that are missing, with one BPE for all; toy_blimp holds
+    minimal pairs. Three are the texts of another in a new form."""
+    folders = [Path(root, name) for name in TOYS if name in names]
+    missing = [folder for folder in folders if overwrite or not folder.exists()]
     if not missing:
-        return print(f'{root} holds all toy corpora already; --overwrite makes them again')
+        return
     print(f'toy corpora, into {Path(root).resolve()}: made-up text, from plumbing/toy.py')
     sizes = dict(toy_stories=(story, 3e6), toy_math=(problem, 1e6), toy_lingo=(lingo, 1e6))
     texts = {name: [] for name in sizes}
@@ -372,13 +352,9 @@ def make_toy(root='data', overwrite=False, names=TOYS):
             length = lambda text: len(tokenizer.encode(text))
             pairs = {kind: minimal_pairs(kind, seen, length) for kind in SCENES}
             write_jsonl(target, pairs, overwrite)
-        elif target.name == 'toy_glue':
-            rows = subject_rows(2300)
-            write_jsonl(target, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite)
         else:
             documents = (('train', text) for text in texts[target.name])
-            write_data_set(target, documents, tokenizer, forms.get(target.name), val_fraction=0.02,
-                           overwrite=overwrite, source=['prepare.py toy'])
+            write_data_set(target, documents, tokenizer, forms.get(target.name), 0.02, overwrite)
 
 
 def write_jsonl(target, files, overwrite):
@@ -390,16 +366,14 @@ def write_jsonl(target, files, overwrite):
 # ---- The command line ---------------------------------------------------------------------------
 
 def copy_pairs(target, inputs, overwrite):
-    """Minimal pairs stay as they are: .jsonl files, whose rows are checked."""
+    """Minimal pairs stay as they are: .jsonl files."""
     files = [path for _, path in find_files(inputs) if path.suffix == '.jsonl']
     if not files:
         raise UserError(f'no .jsonl file in {inputs[0]}')
-    names = ['sentence_good', 'sentence_bad']
-    n_pairs = sum(1 for path in files for _ in read_rows(path, names))
     with new_folder(target, overwrite) as work:
         for path in files:
             shutil.copyfile(path, work / path.name)
-    print(f'{target}: {n_pairs:,} pairs in {len(files)} files')
+    print(f'{target}: {len(files)} files')
 
 
 def read_arguments(argv):
@@ -431,7 +405,6 @@ def read_arguments(argv):
     parser.add_argument('--no_copies', nargs='*', metavar='data/NAME',
                         help='leave out training documents that share a long line with the '
                              'validation text, or with that of other data sets')
-    parser.add_argument('--seed', type=int, default=1337, help='of the shuffling')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
     if args.what in ('text', 'mix') and not (args.name and args.input):
@@ -443,7 +416,8 @@ def read_arguments(argv):
 def main(argv=None):
     args = read_arguments(argv)
     if args.what == 'toy':
-        return make_toy(args.out, args.overwrite)
+        make_toys(TOYS, args.out, args.overwrite)
+        return print(f'{args.out} holds all toy corpora; --overwrite makes them again')
     target = Path(args.out, args.name or args.what)
     check_free(target, args.overwrite)                   # before anything is downloaded or read
     if args.what == 'mix':
@@ -459,22 +433,20 @@ def main(argv=None):
                         'choose another --name')
     for split, n in Counter(split for split, _ in files).items():
         print(f'files for {split}: {n:,}')
-    defaults = dict(split='auto', field='text', tokenizer=None)
-    if args.what in NAMED:
-        defaults |= NAMED[args.what][0]
+    usual, _ = NAMED.get(args.what, ({}, None))
+    how = dict(split=args.split or usual.get('split', 'auto'),
+               field=args.field or usual.get('field', 'text'))
+    documents = ((split, text) for split, path in files for text in read_documents(path, **how))
+    if args.what == 'python':
+        documents = read_python(args.val_fraction)
     tokenizer = args.vocab_size or 16384
-    name = args.tokenizer or (None if args.vocab_size else defaults['tokenizer'])
+    name = args.tokenizer or (None if args.vocab_size else usual.get('tokenizer'))
     if name:
         tokenizer = choose_tokenizer(name)
     forms = [(kind, getattr(args, kind)) for kind in ('chunks', 'sentences', 'pauses')]
     form = next((form for form in forms if form[1]), None)
-    how = {key: getattr(args, key) or defaults[key] for key in ('split', 'field')}
-    source = [args.what, *(path.name for _, path in files)]
-    documents = ((split, text) for split, path in files for text in read_documents(path, **how))
-    if args.what == 'python':
-        documents = read_python(args.val_fraction)
-    write_data_set(target, documents, tokenizer, form, args.val_fraction, args.seed,
-                   args.overwrite, source, args.no_copies, **how)
+    write_data_set(target, documents, tokenizer, form, args.val_fraction, args.overwrite,
+                   args.no_copies)
 
 
 if __name__ == '__main__':

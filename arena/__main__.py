@@ -33,7 +33,7 @@ from plumbing.settings import (ROOT, code_of, import_model, make_config, model_s
                                read_settings)
 from plumbing.log import read_log
 from plumbing.machine import Machine
-from prepare import make_missing_toys
+from prepare import make_toys
 from tools import bench
 from tools.flops import training_flops
 
@@ -305,7 +305,7 @@ def make_missing(entries, wanted, swept, file, folders, track):
 def find_data(track):
     """Fails before a run trains, not when its pairs are scored."""
     names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
-    make_missing_toys(names)
+    make_toys(names)
     for name in names:
         if not Path('data', name).exists():
             raise UserError(f'there is no data/{name}: make it with python prepare.py {name}')

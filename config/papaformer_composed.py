@@ -1,6 +1,7 @@
 """Train the two paths of the recipe in docs/papaformer.md together, on the other 40% of both
-corpora. First:
+corpora. First, after path 1:
 
+    python train.py config/papaformer_path_1.py --data=math_60 --out_dir=out/papaformer_path_2
     python prepare.py mix --name both_40 --input data/toy_stories:0.6:1 data/toy_math:0.6:1
     python -m tools.surgery compose out/papaformer_path_1 out/papaformer_path_2 --out out/composed
 

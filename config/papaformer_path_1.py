@@ -2,6 +2,11 @@
 
     python prepare.py toy
     python prepare.py mix --name stories_60 --input data/toy_stories:0:0.6
+
+Path 2 reads 60% of the toy math:
+
+    python prepare.py mix --name math_60 --input data/toy_math:0:0.6
+    python train.py config/papaformer_path_1.py --data=math_60 --out_dir=out/papaformer_path_2
 """
 model = 'papaformer'
 data = 'stories_60'

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 TOYS = ('toy_stories', 'toy_math', 'toy_lingo', 'toy_bytes', 'toy_pauses', 'toy_thoughts',
-        'toy_blimp', 'toy_glue')
+        'toy_blimp')
 
 parser = configparser.ConfigParser(delimiters=':', interpolation=None)
 parser.read_string(Path(__file__).with_name('toy.ini').read_text(encoding='utf-8'))
@@ -203,20 +203,4 @@ def minimal_pairs(kind, seen, length, n=200):
                 linguistics_term=terms[kind[0]], UID=kind, simple_LM_method=True,
                 one_prefix_method=False, two_prefix_method=False, lexically_identical=False,
                 pairID=str(len(rows))))
-    return list(rows.values())
-
-
-def subject_rows(n):
-    """Rows of a classification task: is the sentence about men (label 0) or about women (1)? The
-    others in it are of the other sex, so that counting words does not help."""
-    dice = Dice('toy_glue')
-    rows = {}
-    while len(rows) < n:
-        label = len(rows) % 2
-        place = dice.pick(PLACES)
-        many, others, past = dice.coin(), dice.coin(), dice.coin()
-        who = dict(a=[many, label], b=[others, 1 - label], h=[0, 0])
-        roles = dict(thing=THINGS[place], place=place)
-        sentence = expand(GRAMMAR['task']['subject'], dice, who, past, roles)
-        rows.setdefault(sentence, dict(sentence=sentence, label=label))
     return list(rows.values())

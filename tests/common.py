@@ -4,13 +4,10 @@ path. One thread, so that two runs give the same bits."""
 import ast
 import contextlib
 import functools
-import html
 import importlib
 import io
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -76,18 +73,19 @@ def data_dir(tmp_path_factory):
     """The toy corpora, made once per session. A test that changes something takes a copy."""
     import prepare
     folder = tmp_path_factory.mktemp('data')
-    prepare.make_toy(folder)
+    prepare.make_toys(root=folder)
     return folder
 
 
 def first_commands(config):
-    """The mixes and surgeries that a config's docstring asks for, as words."""
+    """The mixes, surgeries and runs of others that a config's docstring asks for, as words."""
     module = ast.parse((ROOT / config).read_text(encoding='utf-8'))
     doc = ast.get_docstring(module, clean=False)
     lines = re.findall('^    python (.*)', doc.replace('\\\n', ' '), re.MULTILINE)
     commands = [line.removeprefix('-m ').split() for line in lines]
     return [words for words in commands if words[:2] == ['prepare.py', 'mix']
-            or words[0] == 'tools.surgery' and '--out' in words]
+            or words[0] == 'tools.surgery' and '--out' in words
+            or words[0] == 'train.py' and words[1] != config]
 
 
 @pytest.fixture(scope='session')
@@ -115,7 +113,10 @@ def smoke(data_dir, tmp_path_factory):
     @functools.cache
     def train(config, *settings):
         for words in first_commands(config):
-            call(*words)
+            if words[0] == 'train.py':
+                train(*words[1:])
+            else:
+                call(*words)
         call(read_config(ROOT / config).get('init_from', ''))
         out = folder / config.replace('config', 'out', 1).removesuffix('.py')
         if settings:
@@ -151,21 +152,3 @@ def documents(folder, split):
         else:
             text.append(i)
     return texts
-
-
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-in_a_browser = pytest.mark.skipif(not BROWSER, reason='there is no browser')
-
-
-def browse(page, script, folder):
-    """Open the page with a script at its end -> what this returns; the console."""
-    path = folder / 'browsed.html'
-    path.write_text(f"""{page}<script>(async () => {{ {script} }})().then(
-        seen => {{ document.body.textContent = JSON.stringify(seen); }});</script>""", 'utf-8')
-    done = subprocess.run(
-        [BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--enable-logging=stderr',
-         f'--user-data-dir={folder}/profile', '--virtual-time-budget=60000', '--dump-dom',
-         f'file://{path}'], capture_output=True, text=True, encoding='utf-8', timeout=300)
-    body = re.search(r'<body>(.*)</body>', done.stdout, re.DOTALL).group(1)
-    console = [line for line in done.stderr.splitlines() if 'CONSOLE' in line]
-    return json.loads(html.unescape(body)), console

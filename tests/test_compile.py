@@ -76,17 +76,6 @@ def test_each_kind_of_layer_once(name, graphs):
     assert counts[0] == counts[1] > 1                    # a layer, and what follows the last one
 
 
-@pytest.mark.parametrize('vocab_size, off', [(48, True), (50, False)])
-def test_options(vocab_size, off, monkeypatch):
-    """A vocabulary of odd size is padded: half of the speed of GPT-2 with 50,257 tokens."""
-    calls = []
-    monkeypatch.setattr(torch, 'compile', lambda fn, dynamic, options: calls.append(options) or fn)
-    compile_model(build('gpt2', vocab_size=vocab_size))
-    assert [options.get('shape_padding') is False for options in calls] == [off] * 2
-    assert all(options['inductor_choices_class'] is full_rows for options in calls)
-    torch._inductor.config.patch(calls[0])               # an unknown option raises
-
-
 @pytest.mark.parametrize('length, hint, is_full', [
     (64, 'DEFAULT', True), (1024, 'DEFAULT', True), (1025, 'DEFAULT', False), (1024, 'INNER', True),
     (256, 'OUTER', False)])

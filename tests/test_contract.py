@@ -1,7 +1,7 @@
 """The contract that every model keeps (docs/extending.md), written once and run over all models.
 Most of it is tools.check's: what a forward pass returns, causality, caches, batches, gradients.
 test_check.py runs that over these models, test_arena_routers.py over routers. Here is the rest:
-generation, active parameters, wrong configs, surgery, chance, routers, precision."""
+generation, active parameters, surgery, chance, routers, precision."""
 
 import copy
 import json
@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from moduleformer import absorb_inserted, insert_experts, prune_experts
 from oracles import slots, tokens, uncached
@@ -137,7 +136,7 @@ def test_a_text_that_is_too_long(name):
             model(x[:, 9:], cache=cache)
 
 
-# ---- Counts, configs -----------------------------------------------------------------------------
+# ---- Counts --------------------------------------------------------------------------------------
 
 TABLE, FFN = 37 * 16, 3 * 16 * 16                        # an embedding; SwiGLU of a hidden width 16
 ATTENTION = 16 * (2 + 1 + 1) * 8 + 16 * 16               # two heads of queries, one of keys, values
@@ -164,20 +163,6 @@ def test_active_parameters(name, idle):
     of them. (That the total is right, tools.check finds.)"""
     total, active = build(name).count_params()
     assert total - active == idle
-
-
-@pytest.mark.parametrize('name, wrong', [
-    ('moep', dict(n_head=5)), ('moep', dict(top_k=4)), ('moep', dict(balance='swich')),
-    ('papaformer', dict(path_head=[2])), ('gumbel2', dict(path_embd=[8, 4])),
-    ('moduleformer', dict(n_head=3)), ('moduleformer', dict(n_att=[1, 4])),
-    ('moduleformer', dict(identity_kv=True)), ('mixture', dict(top_k=5)),
-    ('selfmoe', dict(n_kv_head=3)), ('stlm', dict(lora_rank=2)),
-    ('stlm', dict(dropout_schedule='late')), ('stlm', dict(dropout=0.1, dropout_schedule='lat')),
-    ('stlm_bytes', dict(byte_limit=12)), ('stlm_depth', dict(capacity=1.1)),
-    ('stlm_depth', dict(route_every=1))])
-def test_config_errors(name, wrong):
-    with pytest.raises((AssertionError, ValueError)):
-        build(name, **wrong)
 
 
 # ---- Surgery -------------------------------------------------------------------------------------
@@ -223,36 +208,6 @@ def test_evaluation_draws_nothing(name):
     assert not any(module._forward_hooks for module in model.modules())  # routes() removes its own
     model.train()
     assert not torch.equal(model(x)[0], model(x)[0])
-
-
-EARLY = dict(dropout_schedule='early')
-
-
-# D: dropout, on embeddings and on what a branch adds; A: on attention; a: attention without it
-@pytest.mark.parametrize('name, changes, places', [
-    ('moep', {}, 'D' + 'ADD' * 4), ('gpt2', {}, 'D' + 'ADD' * 2),
-    ('papaformer', {}, 'a' + 'ADD' * 4 + 'a'), ('llama', {}, 'ADD' * 2),
-    ('moduleformer', {}, 'D' + 'DD' * 2), ('gate_matrix', {}, 'ADD' * 3),
-    ('stlm', {}, 'D' + 'ADD' * 2), ('stlm_bytes', {}, 'a' + 'D' + 'ADD' * 2 + 'a'),
-    ('stlm', EARLY, 'D' + 'aDD' * 2), ('stlm_bytes', EARLY, 'a' + 'D' + 'aDD' * 2 + 'a'),
-    ('stlm_exit', {}, 'D' + 'ADD' * 4), ('dense', {}, 'D' + 'ADD' * 2)])
-def test_where_dropout_is(name, changes, places, monkeypatch):
-    model = make(name, dropout=0.5, **changes).train()
-    if changes:
-        model.set_progress(0.0)
-    seen = []
-    kernel = F.scaled_dot_product_attention
-
-    def record(*args, dropout_p=0.0, **rest):
-        seen.append('A' if dropout_p == 0.5 else 'a')
-        return kernel(*args, dropout_p=dropout_p, **rest)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
-    for module in model.modules():
-        if type(module).__name__.endswith('Dropout'):
-            module.register_forward_hook(
-                lambda module, args, out: seen.append('D' if (out == 0).any() else ''))
-    model(text(model))
-    assert ''.join(seen) == places
 
 
 @EACH

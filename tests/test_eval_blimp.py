@@ -9,10 +9,9 @@ import torch
 
 import eval_blimp
 import test_contract
-from eval_blimp import Sentences, evaluate, leave_out_long, read_pairs, score_sentences
+from eval_blimp import Sentences, evaluate, read_pairs, score_sentences
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.chunks import chunk_tokenizer
-from plumbing.cli import UserError
 from plumbing.tokenizer import choose_tokenizer
 
 BYTES = choose_tokenizer('bytes')
@@ -39,7 +38,7 @@ def random_pairs(n, seed=0):
 
 def score_texts(model, texts, tokenizer=BYTES, mode='harness', budget=512):
     """{text: score}, as the tool finds it, in batches that keep to their budget."""
-    paradigms = {'p': eval_blimp.Paradigm(None, None, [(('f', 1), text, text) for text in texts])}
+    paradigms = {'p': eval_blimp.Paradigm(None, [(text, text) for text in texts])}
     sentences = Sentences(paradigms, tokenizer, mode)
     for rows in sentences.batches(budget):
         assert len(rows) == 1 or len(rows) * sentences.width[rows].max() <= budget
@@ -64,28 +63,12 @@ def test_sums_are_float64():
 
 def test_ties_and_identical_pairs_go_to_the_good_sentence(tmp_path):
     files = dict(tie=[('ab', 'ba'), ('ba', 'ab')], same=[('ab', 'ab'), ('aa', 'ab')],
-                 wrong=[('ab', 'aa')], short=[('a', 'aa'), ('aa', 'a'), ('a', 'b'), ('a', 'aaa')])
+                 wrong=[('ab', 'aa')])
     paradigms = read_pairs(write_pairs(tmp_path / 'd', files))
     sentences = Sentences(paradigms, BYTES)
     scores = np.array([-3.0 if text in ('ab', 'ba') else -2.0 for text in sentences.number])
     result = evaluate(paradigms, sentences, scores)
-    assert [result[name]['accuracy'] for name in ('tie', 'same', 'wrong')] == [100, 100, 0]
-    assert result['short']['shorter'] == 62.5            # (1 + 0 + 1/2 + 1) / 4
-
-
-@pytest.mark.parametrize('mode, longest', [('harness', 6), ('babylm2025', 8)])
-def test_a_pair_that_is_too_long(tmp_path, mode, longest):
-    """At block_size 7: all but the last letter are read, with end-of-text and a space before them
-    or without."""
-    pairs = [('a', 'b'), ('a' * longest, 'a'), ('a', 'a' * (longest + 1))]
-    paradigms = read_pairs(write_pairs(tmp_path / 'd', {'p': pairs, 'q': pairs[2:]}))
-    sentences = Sentences(paradigms, BYTES, mode=mode)
-    sentences.context = 7
-    with pytest.raises(UserError, match='2 of 4 pairs are too long'):
-        leave_out_long(paradigms, dict(bytes=sentences), skip_long=False)
-    assert leave_out_long(paradigms, dict(bytes=sentences), skip_long=True) == 2
-    assert list(paradigms) == ['p']
-    assert [good for _, good, _ in paradigms['p'].pairs] == ['a', 'a' * longest]
+    assert [result[name]['accuracy'] for name in files] == [100, 100, 0]
 
 
 # ---- Batches ------------------------------------------------------------------------------------
@@ -117,44 +100,27 @@ def test_batched_equals_one_by_one(name, mode):
         assert scores == pytest.approx(expected, abs=1e-4)
 
 
-# ---- Groups -------------------------------------------------------------------------------------
-
-def test_groups_join_what_is_spelt_twice(tmp_path):
-    rows = {name: [dict(sentence_good='a', sentence_bad='b', linguistics_term=term)]
-            for name, term in dict(x='s-selection', y='argument_structure', z='binding').items()}
-    groups = eval_blimp.groups(read_pairs(write_pairs(tmp_path / 'd', rows)))
-    assert ('phenomenon', 'argument_structure', ['x', 'y']) in [*map(tuple, groups)]
-
-
-def test_published_columns():
-    columns = eval_blimp.published_columns(['wh_island'])
-    overall = {name: round(sum(c.values()) / len(c), 1) for name, c in columns.items()}
-    assert all(len(c) == 67 for c in columns.values())
-    # as the authors give them
-    assert overall == {'5-gram': 61.2, 'LSTM': 69.8, 'GPT-2': 83.0, 'human': 88.6}
-    assert eval_blimp.published_columns(['wh_island', 'a_toy_paradigm']) == {}
-
-
 # ---- The command --------------------------------------------------------------------------------
 
 def test_one_checkpoint(run, smoke, tmp_path):
-    """Accuracy by paradigm, by field and overall, of scores that are found one by one."""
+    """Accuracy by paradigm, by phenomenon and overall, of scores that are found one by one."""
     folder = smoke('config/moep.py')
     model, ckpt = load_checkpoint(folder)
-    fields = dict(p='syntax', q='syntax', r='semantics')
-    pairs = {name: random_pairs(10, seed) for seed, name in enumerate(fields)}
-    rows = {name: [dict(sentence_good=good, sentence_bad=bad, field=fields[name])
-                   for good, bad in pairs[name]] for name in fields}
+    terms = dict(p='s-selection', q='argument_structure', r='binding')   # two names of one
+    pairs = {name: random_pairs(10, seed) for seed, name in enumerate(terms)}
+    rows = {name: [dict(sentence_good=good, sentence_bad=bad, linguistics_term=terms[name])
+                   for good, bad in pairs[name]] for name in terms}
     data = write_pairs(tmp_path / 'd', rows)
     run('eval_blimp.py', folder, '--data', data, '--device', 'cpu', '--json', tmp_path / 'x.json',
         here=True)
     result, = json.loads((tmp_path / 'x.json').read_text())['runs']
     accuracy = {}
-    for name in fields:
+    for name in terms:
         good, bad = ([one_by_one(model, text, 'harness', run_tokenizer(ckpt)) for text in texts]
                      for texts in zip(*pairs[name]))
         assert result['paradigms'][name]['good'] == pytest.approx(good, abs=1e-4)
         accuracy[name] = 100 * np.mean([g >= b for g, b in zip(good, bad)])
     assert result['overall'] == pytest.approx(np.mean([*accuracy.values()]))
-    syntax = (accuracy['p'] + accuracy['q']) / 2
-    assert result['fields'] == pytest.approx(dict(semantics=accuracy['r'], syntax=syntax))
+    both = (accuracy['p'] + accuracy['q']) / 2
+    means = dict(argument_structure=both, binding=accuracy['r'])
+    assert result['phenomena'] == pytest.approx(means)

@@ -147,13 +147,3 @@ def test_a_model_uses_them_under_autocast(monkeypatch):
         model(x[2:], x[2:].flip(1), cache=cache)[1].backward()
     assert calls == [True] * 4
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-@needs_gpu
-@needs_triton
-def test_what_they_leave_alone():
-    from plumbing import stick_kernels as kernels
-    tensors = inputs(1, 1, 8, 1, 0, 64, torch.float32, device='cuda')
-    assert not kernels.can_fuse(*[x.double() for x in tensors])
-    torch.set_float32_matmul_precision('highest')        # no TF32
-    assert not kernels.can_fuse(*tensors)

@@ -6,8 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -41,6 +39,8 @@ def stock(run, data_dir, tmp_path_factory):
     (home / 'book.txt').write_text('A line.\n\nAnother.\n' * 20)
     (home / 'latin.txt').write_bytes('Caf\xe9\n'.encode('latin-1') * 20)
     (home / 'rows.jsonl').write_text('{"body": "A line."}\n' * 20)
+    row = dict(sentence_good='The dogs run. ' * 9, sentence_bad='')
+    (home / 'long.jsonl').write_text(json.dumps(row))
     (home / 'books.tar.gz').write_bytes(gzip.compress(b'A tar is text, and headers.\n' * 20))
     (home / 'cut.txt.gz').write_bytes(gzip.compress(b'A line.\n' * 20)[:-9])
     (home / 'broken.py').write_text('batch_size = (\n')
@@ -93,7 +93,7 @@ def one_line(done, script):
     ([*NEW, '--device=gpu'], 'name cuda, mps or cpu'),
     (['train.py', str(ROOT / 'moep.py')], '--model=moep'),
     ([*NEW, '--data=data/toy_math'], '--data=toy_math'),
-    ([*NEW, '--config=config/moep.py'], 'train.py config/moep.py'),
+    ([*NEW, '--config=config/moep.py'], "unknown key 'config'; see --help"),
     ([*NEW, '--init_from=out/run,out/run'], 'tools.surgery compose'),
     ([*NEW, '--max_iters=-5'], 'max_iters = -5 must be at least 0'),
     ([*NEW, '--learning_rate=-1'], 'learning_rate = -1.0 must be at least 0'),
@@ -110,6 +110,7 @@ def one_line(done, script):
     (['sample.py', 'out/run', '--show=3'], 'goes with --score'),
     (['eval_blimp.py', 'out/rnu'], 'there are out/run'),
     ([*BLIMP, '--data=data/nothing'], 'data/nothing'),
+    ([*BLIMP, '--data=long.jsonl'], 'train with a larger block_size'),
     ([*TEXT], '--input'),
     ([*TEXT, '--input', 'latin.txt'], 'latin.txt: line 1 is not UTF-8'),
     ([*TEXT, '--input', 'rows.jsonl'], 'see --field'),
@@ -118,20 +119,11 @@ def one_line(done, script):
     ([*TEXT, '--input', 'books.tar.gz'], 'books.tar.gz is an archive: unpack it'),
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
+    (['prepare.py', 'mix', '--name=mine', '--input', 'data/toy_math:0.6:0.2'], 'FROM < TO'),
 ], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')
 def test_a_mistake_is_one_line(run, stock, command, hint):
     assert hint in one_line(run(*command, cwd=stock, code=2), command[0])
     assert not (stock / 'data/mine').exists() and not (stock / 'out/new/ckpt.pt').exists()
-
-
-@pytest.mark.parametrize('path', ['tools/compare.py', 'arena'])
-def test_run_as_a_file(path):
-    if not (ROOT / path).exists():
-        pytest.skip('a room that was taken away')
-    done = subprocess.run([sys.executable, ROOT / path, 'x'], capture_output=True, text=True)
-    name = path.removesuffix('.py').replace('/', '.')
-    assert done.returncode == 1 and done.stderr.count('\n') == 1
-    assert done.stderr.endswith(f'python -m {name}\n')
 
 
 # ---- Damaged files -------------------------------------------------------------------------------

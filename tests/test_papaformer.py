@@ -190,12 +190,3 @@ def test_what_compose_takes_from_the_paths():
     c = compose(paths).config
     assert (c.dropout, c.block_size, c.n_head) == (0.2, 20, 4)           # largest, largest, sum
     assert compose(paths, dropout=0.0).config.dropout == 0.0
-
-
-def test_what_does_not_compose():
-    for change, settings, message in (
-            (dict(n_layer=2), {}, 'differ in n_layer'),
-            ({}, dict(n_embd=16), 'n_embd cannot be set'),
-            ({}, dict(rope_base=500.0), 'rope_base cannot be set')):
-        with pytest.raises(AssertionError, match=message):
-            compose([make_path(), make_path(**change)], **settings)

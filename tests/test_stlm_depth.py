@@ -221,15 +221,6 @@ def test_drafts_change_no_greedy_text(capacity, accepted):
     assert max(n for n, _ in accepted) == 4              # no more than there is room for
 
 
-def test_a_guess_that_is_right_up_to_rounding_stays(monkeypatch):
-    """p < q everywhere: there is nothing to draw again from."""
-    q = torch.tensor([[0.25, 0.75]])
-    p = (q * (1 - 1e-15))[:, None].expand(1, 2, 2)
-    monkeypatch.setattr(torch, 'rand_like', torch.ones_like)
-    kept = stlm_depth.accept(p, [torch.tensor([[1]])], [q])
-    assert len(kept) == 2 and kept[0].item() == 1
-
-
 # ---- Sampling with drafts ------------------------------------------------------------------------
 
 @torch.no_grad()

@@ -70,10 +70,6 @@ def test_bpe_equals_naive(seed):
     assert train_bpe(counts, 400) == train_bpe(backwards, 400) == naive_bpe(counts, 400)
 
 
-def test_what_is_seen_once_is_not_merged():
-    assert train_bpe({'ab': 1, 'abc': 1, 'xy': 1}, 500)[256:] == [b'ab']
-
-
 def test_ranks_load_in_tiktoken_and_round_trip(tmp_path):
     vocab = train_bpe(Counter(PATTERN.findall(TEXT * 5)), 350)
     tokenizer = rank_tokenizer(ranks_blob(vocab))

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -360,12 +359,6 @@ def test_a_run_from_start_to_end(tiny, tmp_path):
     assert not model.training and ckpt['iter'] == 30 and (tmp_path / 'run/meta.json').exists()
 
 
-def test_a_plan_writes_nothing(tiny, tmp_path):
-    told = tiny('run', max_iters=0, batch_size=4, gradient_accumulation_steps=3).stdout
-    assert '4 windows x 32 tokens x 3 accumulated = 384 tokens' in told
-    assert not (tmp_path / 'run').exists()
-
-
 def test_checkpoints_by_words(tiny, tmp_path):
     settings = dict(checkpoint_words=[100, 101, 200, 1e3], eval_data='toy_lingo,toy_stories')
     tiny('run', max_iters=12, **settings)                        # a step may pass two of them
@@ -489,21 +482,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
 
 
-def test_a_busy_cpu_gets_fewer_threads(tiny, tmp_path, monkeypatch):
-    """A resumed run keeps its number."""
-    chosen = []
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    monkeypatch.setattr(os, 'cpu_count', lambda: 8)
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: chosen[-1] if chosen else 8)
-    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
-    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 5, 1: 3}.get)
-    told = tiny('run', max_iters=1).stdout
-    assert 'threads: 4' in told and chosen == [4]
-    monkeypatch.setattr('plumbing.machine.speed', {4: 1, 2: 3, 1: 7}.get)
-    tiny('run', max_iters=2, resume=True)
-    assert chosen == [4, 1, 4] and read_checkpoint(tmp_path / 'run')['threads'] == 4
-
-
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, number):
     settings = dict(stream=True, memory=16, seq_len=16, max_iters=6)
@@ -514,25 +492,6 @@ def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, number):
     assert read_checkpoint(tmp_path / 'run')['iter'] == 3
     tiny('run', MODULEFORMER, resume=True, **settings)
     assert_same_run(tmp_path / 'run', tmp_path / 'calm')
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed(data_dir, tmp_path):
-    def start(out, *more):
-        settings = dict(MOEP, max_iters=60, save_interval=7, eval_interval=20, data_dir=data_dir)
-        args = [*arguments(settings), f'--out_dir={tmp_path / out}', *more]
-        env = dict(os.environ, OMP_NUM_THREADS='1')
-        return subprocess.Popen([sys.executable, 'train.py', *args], cwd=ROOT, env=env,
-                                stdout=subprocess.DEVNULL)
-    calm = start('calm')
-    process = start('killed')
-    log = tmp_path / 'killed/log.jsonl'
-    while process.poll() is None and not (log.exists() and log.read_bytes().count(b'\n') > 20):
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert calm.wait() == start('killed', '--resume').wait() == 0
-    assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
 
 
 # ---- Two processes -------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ from plumbing.graph import CUDAGraphStep
 from plumbing.machine import Machine
 from plumbing.settings import Settings
 from plumbing.text import read_lines
-from prepare import make_missing_toys
+from plumbing.toy import PLACES, THINGS, Dice, expand
+from prepare import write_jsonl
 from tools.lora import add_lora, merge_lora
 from train import learning_rate, make_optimizer, set_rate, train_step
 
@@ -187,6 +188,28 @@ def find_files(folder, name):
     return files
 
 
+# In the grammar of plumbing/toy.ini: is [person/a] a man or a woman?
+SUBJECT = ['The [size] [person/a] [near] the [person/b] [be/a] [feel].',
+           'The [person/a] who [met] the [person/b] [move/a] [how].',
+           'The [person/a] [near] the [person/b] [like/a] the [thing] at the [place].']
+
+
+def make_toy_task(folder):
+    """Is a sentence about men (label 0) or women (1)? The others in it are of the other sex, so
+    that counting words does not help."""
+    dice = Dice('toy_glue')
+    rows = {}
+    while len(rows) < 2300:
+        label = len(rows) % 2
+        place = dice.pick(PLACES)
+        many, others, past = dice.coin(), dice.coin(), dice.coin()
+        who = dict(a=[many, label], b=[others, 1 - label], h=[0, 0])
+        sentence = expand(SUBJECT, dice, who, past, dict(thing=THINGS[place], place=place))
+        rows.setdefault(sentence, dict(sentence=sentence, label=label))
+    rows = list(rows.values())
+    write_jsonl(folder, {'toy.train': rows[:2000], 'toy.valid': rows[2000:]}, overwrite=False)
+
+
 def choose_tasks(wanted, folder):
     """{task: its files}. 'all' are those of which the folder has a file."""
     tasks = {name: find_files(folder, name)
@@ -311,8 +334,8 @@ def main():
     parser.add_argument('--device', default='auto', help='cuda, mps, cpu; auto: the first there is')
     args = parser.parse_args()
     machine = Machine(args.device)
-    if args.data == Path('data/toy_glue'):
-        make_missing_toys([args.data.name], args.data.parent)
+    if args.data == Path('data/toy_glue') and not args.data.exists():
+        make_toy_task(args.data)
     sets = {name: [read_examples(files[split], name) for split in ('train', 'valid')]
             for name, files in choose_tasks(args.task, args.data).items()}
     model, ckpt = load_checkpoint(args.run, machine.device)

@@ -3,10 +3,13 @@
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 
-from common import ROOT, browse, in_a_browser
+from browser import browse, in_a_browser
+from common import ROOT
 from tools import compare
 
 NASTY = '</script><b id="x">"\'&$\x1b[2J'
@@ -194,3 +197,13 @@ def test_runs_that_share_a_start_are_compared_in_pairs(call, tmp_path):
     assert ('b3, 3 seeds against a1, 3 seeds on toy: no clear difference, +0.5000, 95% interval '
             '+0.2516 to +0.7484, p = 0.0131 (clear: below 0.01), paired\n') in text     # ttest_rel
     assert 'paired' not in call('a1', 'a2', 'b1', 'b3')
+
+
+@pytest.mark.parametrize('path', ['tools/compare.py', 'arena'])
+def test_run_as_a_file(path):
+    if not (ROOT / path).exists():
+        pytest.skip('a room that was taken away')
+    done = subprocess.run([sys.executable, ROOT / path, 'x'], capture_output=True, text=True)
+    name = path.removesuffix('.py').replace('/', '.')
+    assert done.returncode == 1 and done.stderr.count('\n') == 1
+    assert done.stderr.endswith(f'python -m {name}\n')

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import browse, in_a_browser
+from browser import browse, in_a_browser
 from plumbing.bins import load_bin
 from plumbing.checkpoint import load_checkpoint
 from plumbing.tokenizer import load_tokenizer

@@ -144,8 +144,7 @@ def tiny(smoke):
 
 
 @pytest.mark.slow
-def test_default_command_learns_the_toy_task(run, tiny, data_dir, tmp_path):
-    (tmp_path / 'data').symlink_to(data_dir)
+def test_default_command_learns_the_toy_task(run, tiny, tmp_path):
     run('tools.finetune', tiny, '--seeds=12', '--json', tmp_path / 'r.json', cwd=tmp_path)
     result = json.loads((tmp_path / 'r.json').read_text())['tasks'][0]
     assert result['mean']['accuracy'] >= 90 and result['majority'] == {'accuracy': 50.0}

@@ -12,10 +12,9 @@ import selfmoe
 from plumbing.bins import load_bin
 from plumbing.checkpoint import (build_model, load_checkpoint, read_checkpoint,
                                  write_checkpoint)
-from plumbing.hf import hf_tokenizer
 from plumbing.machine import widen
 from plumbing.settings import Settings
-from plumbing.tokenizer import build_tokenizer, load_meta, load_tokenizer
+from plumbing.tokenizer import build_tokenizer, load_tokenizer
 from prepare import write_data_set
 
 transformers = pytest.importorskip('transformers')
@@ -238,7 +237,7 @@ def test_same_ids(kind, run, tmp_path):
 
 def test_the_end_of_a_text(run, tmp_path):
     """sample.py and what is exported stop where the model does; bos, eos, base and licence stay. A
-    token without a row in the model is left out, and prepare.py counts <unk>."""
+    token without a row in the model is left out."""
     package = train_package('llama2')
     n_vocab = package.get_vocab_size()
     theirs = save_random(tmp_path / 'hf', 'Llama', 'float32', False, vocab_size=n_vocab)
@@ -265,18 +264,6 @@ def test_the_end_of_a_text(run, tmp_path):
     run('tools.surgery', 'add_gates', tmp_path / 'run', '--out', tmp_path / 'gated', here=True)
     assert read_checkpoint(tmp_path / 'gated')['base']['license'] == 'apache-2.0'
     assert load_tokenizer(tmp_path / 'gated').stop == [end]
-
-
-def test_unknown_tokens(tmp_path, capsys):
-    from tokenizers import Tokenizer, models
-    vocab = {token: i for i, token in enumerate(['<unk>', 'a', 'b', '</s>'])}
-    package = Tokenizer(models.BPE(vocab, [], unk_token='<unk>'))
-    package.add_special_tokens(['<unk>', '</s>'])
-    tokenizer = hf_tokenizer(package.to_str().encode(), 3)
-    write_data_set(tmp_path / 'd', [('train', 'abab'), ('val', 'a+=b')], tokenizer)
-    splits = load_meta(tmp_path / 'd')['splits']
-    assert [splits[name]['unknown'] for name in ('train', 'val')] == [0, 2]
-    assert 'val.bin: 6 tokens, 1 documents, 1 words, 33.33% of' in capsys.readouterr().out
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------

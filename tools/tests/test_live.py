@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import ROOT, browse, in_a_browser
+from browser import browse, in_a_browser
+from common import ROOT
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.settings import import_model
 from tools import live
