@@ -175,7 +175,7 @@ def restore(ckpt, optimizer, machine):
     """Load the optimiser's moments and this process's random state. Returns its carry."""
     today = optimizer.state_dict()['param_groups']       # the current rates and decays, not those
     optimizer.load_state_dict(dict(ckpt['optimizer'], param_groups=today))
-    if ckpt['scaler']:                                   # empty if it was not float16
+    if ckpt.get('scaler'):                               # empty if it was not float16
         optimizer.scaler.load_state_dict(ckpt['scaler'])
     state = ckpt['ranks'][machine.rank]
     machine.set_random_state(state['random'])
@@ -292,6 +292,8 @@ def run(s, module, keys, machine):
     ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
     data, model = load_data_and_model(s, module, keys, ckpt, machine)
     it = ckpt['iter'] if ckpt else 0
+    if ckpt and 'threads' in ckpt:
+        machine.set_threads(ckpt['threads'])
     steps = s.max_iters or data.steps()                  # 0: only the plan is wanted
     show_plan(model, data, it, steps, s, machine)
     if s.max_iters == 0:
@@ -368,7 +370,7 @@ def run(s, module, keys, machine):
                 ranks = machine.gather(dict(random=machine.random_state(), carry=carry))
                 save(out / 'ckpt.pt', it, model, data, s, machine, ranks=ranks,
                      optimizer=optimizer.state_dict(), scaler=optimizer.scaler.state_dict(),
-                     log=log.place())
+                     threads=torch.get_num_threads(), log=log.place())
             if logs or milestones or evaluates or saves:
                 timed, clock = it, time.perf_counter()
             if stop and not is_last:

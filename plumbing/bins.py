@@ -14,7 +14,7 @@ def load_bin(folder, split):
     """A split's token ids, as a read-only memory map."""
     path = Path(folder) / f'{split}.bin'
     with reading(path):
-        return np.memmap(path, load_meta(folder)['dtype'], 'r')
+        return np.memmap(path, load_meta(folder).get('dtype', 'uint16'), 'r')
 
 
 def read_windows(bins, starts, length, pinned=False):

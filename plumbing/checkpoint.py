@@ -74,7 +74,7 @@ def build_model(ckpt, device='cpu', **changes):
     for name, p in model.named_parameters():             # what was frozen stays frozen
         if name in ckpt['frozen']:
             p.requires_grad_(False)
-    model.base = ckpt['base']
+    model.base = ckpt.get('base')
     return model.to(device)
 
 

@@ -34,6 +34,7 @@ class Machine:
             torch.utils.deterministic.fill_uninitialized_memory = False  # that costs time only
         if self.device.type == 'cpu':
             keep_freed_memory()
+            choose_threads()
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream())   # the default one cannot record graphs
@@ -97,6 +98,11 @@ class Machine:
             times.append(time.perf_counter() - began)
         return 2 * n ** 3 / min(times)
 
+    def set_threads(self, n):
+        """As many as the run that is resumed had: another number may change the last bits."""
+        if self.device.type == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:
+            torch.set_num_threads(min(n, os.cpu_count()))
+
     def random_state(self):
         return dict(cpu=torch.get_rng_state(), device=self.rng and self.rng.get_rng_state())
 
@@ -127,6 +133,27 @@ def keep_freed_memory():
     if malloc:
         malloc(-1, 2 ** 31 - 1)                          # M_TRIM_THRESHOLD
         malloc(-3, 2 ** 25)                              # M_MMAP_THRESHOLD, the largest there is
+
+
+def choose_threads():
+    """Threads wait for each other after every operation, so one that waits for its core stalls all.
+    Halve their number while that makes small operations faster: then something else keeps the CPU
+    busy. OMP_NUM_THREADS decides instead, if it is set."""
+    n = torch.get_num_threads()
+    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and speed(n) < speed(n // 2):
+        n //= 2
+    torch.set_num_threads(n)
+
+
+def speed(n_threads, seconds=0.03):
+    """Of small additions."""
+    torch.set_num_threads(n_threads)
+    x = torch.zeros(n_threads * 2 ** 15) + 1             # the least that torch shares out
+    end, done = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        x += 1
+        done += len(x)
+    return done
 
 
 def widen(model, machine):

@@ -78,8 +78,16 @@ def show_sample(model, data, s, machine):
     start = torch.tensor([[data.tokenizer.eot]], device=machine.device)
     with machine.autocast():
         ids = model.generate(start, s.sample_tokens, temperature=0.8, top_k=50)
-        routes = ' --routes' * bool(model.routes(start))
+        is_routed = bool(model.routes(start))
     machine.say(f'\nsample\n{data.tokenizer.show(ids[0, 1:].tolist()).strip()}\n\nnext')
     run = shlex.quote(s.out_dir)
-    for script in (f'sample.py {run}{routes}', f'eval_blimp.py {run}', f'-m tools.compare {run}'):
-        machine.say(f'  python {script}')
+    hints = {f'python sample.py {run}': 'more text'}
+    if is_routed:
+        hints = {f'python sample.py {run} --routes': 'more text, and the path each token took',
+                 f'python -m tools.explore {run}': 'a page: where tokens go, what a choice means'}
+    hints[f'python eval_blimp.py {run}'] = 'how many minimal pairs it gets right'
+    hints[f'python -m tools.compare {run}'] = 'a table; name more runs to compare them'
+    hints[f'python train.py --model={s.model} --help'] = 'every setting'
+    width = max(map(len, hints))
+    for command, what in hints.items():
+        machine.say(f'  {command:{width}}   # {what}')

@@ -101,7 +101,7 @@ def read_settings(argv, usage=''):
         values['model'] = read_checkpoint(str(values['init_from']), mmap=True)['model']
     module = import_model(str(values.get('model', Settings.model)))
     if 'help' in values or 'h' in values:
-        print_help(usage, Settings, *filter(is_dataclass, module.Config.__mro__))
+        print_help(usage, values, Settings, *filter(is_dataclass, module.Config.__mro__))
         sys.exit(0)
     kinds = typing.get_type_hints(Settings) | typing.get_type_hints(module.Config)
     for key, value in values.items():
@@ -109,6 +109,8 @@ def read_settings(argv, usage=''):
             near = difflib.get_close_matches(key, kinds, 1)
             near += [name for name in kinds if key == ''.join(word[0] for word in name.split('_'))]
             hint = f"did you mean '{near[0]}'?" if near else 'see --help'
+            if key == 'config' and value is not True:
+                hint = f'a config is named without it: train.py {value}'
             raise UserError(f"unknown key '{key}'; {hint}")
         values[key] = as_type(key, value, kinds[key], texts.get(key))
     ours = {f.name for f in fields(Settings)}
@@ -125,6 +127,8 @@ def read_config(path):
         configs = [p.as_posix() for p in Path('config').glob('**/*.py')]
         near = difflib.get_close_matches(f'config/{path}', configs, 1, 0.7)
         hint = f'did you mean {near[0]}?' if near else 'a setting is written --key=value'
+        if Path(ROOT, path).is_file():
+            hint = f'run this in {ROOT}'
         raise UserError(f'there is no config file {path}; {hint}')
     if '\nConfig, Model =' in Path(path).read_text(encoding='utf-8'):
         raise UserError(f'{path} is a model: train it with --model={Path(path).stem}, or by a '
@@ -198,12 +202,17 @@ def check(s, keys):
         raise UserError('muon needs full matrices: train with optimizer=adamw, or without shard')
 
 
-def print_help(usage, *owners):
-    """The fields as they stand in the source, comments included."""
+def print_help(usage, values, *owners):
+    """The fields as they stand in the source, comments included, with the values of this run."""
     print(usage.strip())
     for owner in owners:
         print(f'\n{owner.__name__}, in {Path(inspect.getsourcefile(owner)).name}:')
         for line in inspect.getsource(owner).splitlines():
+            name = line.strip().partition(':')[0]
+            if name in values:
+                code, mark, comment = line.partition('  #')
+                code = f'{code.partition(" = ")[0]} = {values[name]!r}'.ljust(len(code))
+                line = code + mark + comment
             if re.match(r'    (\w+: |#)', line):
                 print(line)
 

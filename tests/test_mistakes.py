@@ -93,7 +93,7 @@ def one_line(done, script):
     ([*NEW, '--device=gpu'], 'name cuda, mps or cpu'),
     (['train.py', str(ROOT / 'moep.py')], '--model=moep'),
     ([*NEW, '--data=data/toy_math'], '--data=toy_math'),
-    ([*NEW, '--config=config/moep.py'], "unknown key 'config'; see --help"),
+    ([*NEW, '--config=config/moep.py'], 'train.py config/moep.py'),
     ([*NEW, '--init_from=out/run,out/run'], 'tools.surgery compose'),
     ([*NEW, '--max_iters=-5'], 'max_iters = -5 must be at least 0'),
     ([*NEW, '--learning_rate=-1'], 'learning_rate = -1.0 must be at least 0'),

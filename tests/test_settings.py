@@ -72,9 +72,10 @@ def test_a_name_that_looks_like_a_number_stays_as_typed():
 
 @pytest.mark.parametrize('name', ['moep', 'arena.moduleformer_routers'])
 def test_help_prints_every_field(run, name):
-    """Also the fields that a Config inherits."""
+    """With this run's values; also the fields that a Config inherits."""
     module = pytest.importorskip(name)
-    told = run('train.py', f'--model={name}', '--help', here=True).stdout
+    told = run('train.py', f'--model={name}', '--learning_rate=0.003', '--help', here=True).stdout
     for owner in (Settings, module.Config):
         assert all(f'\n    {field.name}: ' in told for field in dataclasses.fields(owner))
+    assert 'learning_rate: float = 0.003           # of AdamW' in told
     assert 'python train.py config' in told and 'def ' not in told

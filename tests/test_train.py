@@ -482,6 +482,21 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny, tmp_path, model, more):
     assert_same_run(tmp_path / 'killed', tmp_path / 'calm')
 
 
+def test_a_busy_cpu_gets_fewer_threads(tiny, tmp_path, monkeypatch):
+    """A resumed run keeps its number."""
+    chosen = []
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 8)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: chosen[-1] if chosen else 8)
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 5, 1: 3}.get)
+    told = tiny('run', max_iters=1).stdout
+    assert 'threads: 4' in told and chosen == [4]
+    monkeypatch.setattr('plumbing.machine.speed', {4: 1, 2: 3, 1: 7}.get)
+    tiny('run', max_iters=2, resume=True)
+    assert chosen == [4, 1, 4] and read_checkpoint(tmp_path / 'run')['threads'] == 4
+
+
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, number):
     settings = dict(stream=True, memory=16, seq_len=16, max_iters=6)
