@@ -134,11 +134,11 @@ def read_text(path, split):
 # ---- Documents -> a data set --------------------------------------------------------------------
 
 def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, overwrite=False,
-                   no_copies=None):
+                   no_copies=False):
     """
     documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    form: ('chunks', 12), for instance; no_copies: data sets. Training documents that share a line
-    with validation text, or with theirs, are left out; None: they stay.
+    form: ('chunks', 12), for instance; no_copies: data sets. Training documents that share a long
+    line with validation text, or with theirs, are left out; None: they are only counted.
     """
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
@@ -147,11 +147,12 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, o
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
-        if no_copies is not None:
-            n = len(spans['train'])
-            spans['train'] = share_no_lines(work, spans, no_copies)
-            print(f"{n - len(spans['train']):,} training documents share a long line with "
-                  'validation text: left out')
+        if no_copies is not False:
+            new = share_no_lines(work, spans, no_copies or [])
+            if n := len(spans['train']) - len(new):
+                what = '--no_copies leaves them out' if no_copies is None else 'left out'
+                print(f'{n:,} training documents share a long line with validation text: {what}')
+            spans['train'] = spans['train'] if no_copies is None else new
         if not spans['train'] and val_fraction < 1 or not spans['val']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
                             'or one document only, and validation needs one (see --split)')
@@ -166,8 +167,10 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, o
         os.remove(work / 'spool')
     for split, n in splits.items():
         unit = 'tokens' if len(tokenizer.end) == 1 else 'slots'
+        share = n.get('unknown', 0) / n['tokens']
+        lost = f', {share:.2%} of the tokens are <unk>: their text is lost' if share else ''
         print(f"{target}/{split}.bin: {n['tokens']:,} {unit}, {n['documents']:,} documents, "
-              f"{n['words']:,} words")
+              f"{n['words']:,} words{lost}")
     if splits['val']['tokens'] < 1000:
         print('note: the validation text is very short; see --val_fraction and --split')
 
@@ -271,6 +274,9 @@ def encode_split(work, split, spans, tokenizer, jobs):
         encoded = parallel(encode_batch, work, tasks, jobs)
         for ids, words in tqdm(encoded, split, len(tasks), unit='batch', leave=False, disable=None):
             counts.update(tokens=file.write(ids) // end.itemsize, words=words)
+            if tokenizer.unknown is not None:
+                unknown = np.frombuffer(ids, tokenizer.dtype) == tokenizer.unknown
+                counts.update(unknown=int(unknown.sum()))
     return dict(counts)
 
 

@@ -37,8 +37,11 @@ def hf_tokenizer(blob, eot=None):
     n_vocab = 1 + max(package.get_vocab().values())
     encode = lambda text: package.encode(text, add_special_tokens=False).ids
     whole = lambda text: [text] if text else []          # a space may be added in front of a part
-    return Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json', blob,
-                     cut=whole)
+    tokenizer = Tokenizer('hf', encode, [raw(i) for i in range(n_vocab)], eot, 'tokenizer.json',
+                          blob, cut=whole)
+    model = spec['model']
+    tokenizer.unknown = model.get('unk_id', package.token_to_id(model.get('unk_token') or ''))
+    return tokenizer
 
 
 def byte_letters():

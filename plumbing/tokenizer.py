@@ -35,7 +35,7 @@ class Tokenizer:
     pad: an id that is read but never predicted: it fills up a chunk, or is the pause.
     cut(text) -> parts that are encoded one by one.
     extra: what else meta.json must say to build the tokenizer again.
-    stop: ids with which an imported model ends a text.
+    stop: ids with which an imported model ends a text; unknown: the id of <unk>, if there is one.
     """
 
     def __init__(self, kind, encode_part, token_bytes, eot, file=None, blob=b'', end=None, pad=-1,
@@ -51,7 +51,7 @@ class Tokenizer:
         self.file = file
         self.blob = blob
         self.extra = extra
-        self.stop = []
+        self.stop, self.unknown = [], None
         self.n_vocab = len(token_bytes)
         self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
         file_too = [blob.hex()] if kind == 'hf' else []  # its bytes do not say what merges
