@@ -308,13 +308,18 @@ def arena(track):
         yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
 
 
+def bits_of(rows):
+    """Bits per byte over validation texts, without babylm's: it chose settings, and a part of it
+    stood in the training text of some runs."""
+    return [statistics.mean(bits for name, bits in row['val'].items() if name != 'babylm')
+            for row in rows]
+
+
 def gaps_by_passes():
     """(passes, tokens of text, the dense model's bits per byte, {kind: (what a routed model is
-    better by, half of the 95% interval)}). Over three seeds, and over three validation texts: in
-    some of the runs a part of the fourth, babylm's, stood in the training text."""
+    better by, half of the 95% interval)}), over three seeds, in pairs."""
     for rows in group(read('passes'), 'size').values():
-        bits = {(row['entry'], row['seed']): statistics.mean(
-            row['val'][name] for name in ('simplewiki', 'stories', 'math')) for row in rows}
+        bits = dict(zip([(row['entry'], row['seed']) for row in rows], bits_of(rows)))
         gaps = {kind: mean_of_three([bits['dense', seed] - bits[kind, seed] for seed in (1, 2, 3)])
                 for kind in ('routed', 'dropped')}
         dense = statistics.mean(bits['dense', seed] for seed in (1, 2, 3))
@@ -331,26 +336,21 @@ def passes():
 def after_equal_time():
     """Of papers.passes --minutes: the text, the rows of the dense and of the routed model, and the
     dense one's {budget: bits per byte}, for the effective speedup."""
-    rows = [row for row in read('minutes') if row.get('is') != 'trial']
-    by_size = group(rows, 'size')
+    by_size = group([row for row in read('minutes') if row.get('is') != 'trial'], 'size')
     for size in (None, 10e6, 5e6, 2.5e6, 'python'):
-        rows = by_size[size]
-        models = group([row for row in rows if 'is' not in row], 'entry')
+        models = group([row for row in by_size[size] if 'is' not in row], 'entry')
+        longer = [row for row in by_size[size] if 'is' in row]
         full = models['dense'][0]['tokens']
-        curve = {row['tokens'] / full: row['bits_per_byte'] for row in rows if 'is' in row}
+        curve = {row['tokens'] / full: bits for row, bits in zip(longer, bits_of(longer))}
         curve[1.0] = statistics.mean(bits_of(models['dense']))
         yield size, models['dense'], models['third'], curve
-
-
-def bits_of(rows):
-    return [row['bits_per_byte'] for row in rows]
 
 
 def gap_after_equal_time(dense, routed):
     """What the routed model is better by, half of the 95% interval, p; of one seed only the gap."""
     bits = bits_of(dense), bits_of(routed)
     gap = statistics.mean(bits[0]) - statistics.mean(bits[1])
-    return (gap, welch.interval(*bits), welch.welch(*bits)) if len(dense) > 1 else (gap, None, None)
+    return (gap, welch.interval(*bits), welch.welch(*bits)) if len(dense) > 1 else (gap, None, 1.0)
 
 
 def minutes():
@@ -359,13 +359,13 @@ def minutes():
     for size, dense, routed, curve in after_equal_time():
         gap, reach, p = gap_after_equal_time(dense, routed)
         tokens = routed[0]['tokens'] / routed[0]['passes'] / 1e6
+        speedup = leaderboard.effective_speedup(statistics.mean(bits_of(routed)), curve)
         yield join(f"{tokens:.2g}M of {'Python files' if size == 'python' else 'prose'}",
-                   f"{dense[0]['passes']:.3g}, {routed[0]['passes']:.3g}",
+                   f"{dense[-1]['passes']:.3g}, {routed[0]['passes']:.3g}",
                    *(spread(bits_of(rows), 4) for rows in (dense, routed)),
                    f'{gap:+.4f} ± {reach:.4f}' if reach else f'{gap:+.4f} (one seed)',
-                   f'{p:.2g}' if p else '-',
-                   leaderboard.effective_speedup(statistics.mean(bits_of(routed)), curve)
-                   if len(curve) > 1 else '-')
+                   f'{p:.2g}' if reach else '-',
+                   speedup if len(curve) > 1 and p < welch.SURE else '-')
 
 
 # ---- Pages --------------------------------------------------------------------------------------
