@@ -65,7 +65,7 @@ class ModuleFormerConfig:
         assert self.d_att % self.n_head == 0, 'd_att must be a multiple of n_head'
         fewest = min(self.per_layer(self.n_att) + self.per_layer(self.n_ffd))
         assert 1 <= self.top_k <= fewest, \
-            f'top_k = {self.top_k} must lie between 1 and n_att, n_ffd'
+            f'top_k = {self.top_k} must lie between 1 and {fewest}, the fewest modules of a pool'
         assert not self.identity_kv or (self.d_att == self.n_embd and self.n_head == 1), \
             'identity_kv needs d_att = n_embd and a single head (n_head = 1)'
 
@@ -177,8 +177,8 @@ class Router(nn.Module):
 
 
 class Rows:
-    """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
+    """Each pair of a token and a choice is a row. Rows of the same choice lie together, so each
+    choice needs one matrix product. If sparse, pairs with gate 0 get no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
         if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)

@@ -57,8 +57,9 @@ class MoEPConfig:
         assert self.n_embd % self.n_head == 0, 'n_embd must be a multiple of n_head'
         assert self.n_embd_parallel % self.n_head_parallel == 0, \
             'n_embd_parallel must be a multiple of n_head_parallel'
-        assert not self.n_parallel or 1 <= self.top_k <= min(self.n_block, self.n_expert), \
-            f'top_k = {self.top_k} must lie between 1 and n_block, n_expert'
+        most = min(self.n_block, self.n_expert)
+        assert not self.n_parallel or 1 <= self.top_k <= most, \
+            f'top_k = {self.top_k} must lie between 1 and {most}, the smaller of n_block, n_expert'
         assert self.balance in ('switch', 'entropy', 'printed'), \
             f"balance is '{self.balance}'; it can be switch, entropy or printed"
 
@@ -107,8 +108,8 @@ class Router(nn.Module):
 
 
 class Rows:
-    """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
+    """Each pair of a token and a choice is a row. Rows of the same choice lie together, so each
+    choice needs one matrix product. If sparse, pairs with gate 0 get no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
         if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
@@ -295,8 +296,9 @@ class MoEP(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """As in GPT-2, but the experts of shrink and grow replace the residual stream: linear ones
-        keep its size, 1/sqrt(fan-in); SwiGLU ones have GPT-2's 0.02 at the paper's width."""
+        """As in GPT-2, except for the experts of shrink and grow, whose output is the new residual
+        stream. Linear experts start at 1/sqrt(fan-in), which keeps its size; SwiGLU experts start
+        at GPT-2's 0.02, times sqrt(384 / width)."""
         for name, p in self.named_parameters():
             if 'router.' in name and not name.endswith('router.linear.weight'):
                 continue                         # a custom router initialises its own extra weights
@@ -387,8 +389,8 @@ class MoEP(nn.Module):
         return routes
 
     def count_params(self, taken={}):
-        """Total, and active: what multiplies a token. Of projections, FFNs and experts K do, or as
-        many as `taken` says, {layer: choices per token}."""
+        """Total, and active: the parameters that multiply a token. Of a layer's P or E projections,
+        FFNs or experts K count, or taken[layer] if given."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up
         if not self.config.tied:                         # otherwise wte is also the head
@@ -401,7 +403,7 @@ class MoEP(nn.Module):
         return total, total - idle
 
 
-try:                            # the same results, faster on a GPU, while they are unedited
+try:                            # faster forms with the same results, while the above is unedited
     from plumbing.rows import faster
     Rows, project_all = faster(Rows), faster(project_all)
 except ImportError:             # a copy of this file needs nothing else

@@ -56,10 +56,12 @@ def find_files(inputs):
             raise UserError(f'{path} is an archive: unpack it, and give the folder')
         files = [path]
         if path.is_dir():                                # links to folders are not followed
-            files = sorted(file for file in path.rglob('*') if re.search(texts, file.name.lower())
-                           and '/.' not in f'/{file.relative_to(path).as_posix()}')
-        splits |= {file: split_of(os.path.relpath(file, base))
-                   for file in files if not file.is_dir()}
+            inside = [file for file in path.rglob('*') if not file.is_dir()
+                      and '/.' not in f'/{file.relative_to(path).as_posix()}']
+            files = sorted(file for file in inside if re.search(texts, file.name.lower()))
+            if n := len(inside) - len(files):
+                print(f'{path}: skipped {n:,} files that are not .txt or .jsonl')
+        splits |= {file: split_of(os.path.relpath(file, base)) for file in files}
     if 'train' not in splits.values():
         return [('train', path) for path in splits]
     return [(split or 'train', path) for path, split in splits.items() if split != 'test']

@@ -114,6 +114,8 @@ def read_arguments():
                      'and several runs go with --score')
     if args.show and not args.score:
         parser.error('--show goes with --score')
+    if args.prompt and args.score:
+        parser.error('--score reads files, so it does not go with --prompt')
     return args
 
 

@@ -182,8 +182,8 @@ class Router(nn.Module):
 
 
 class Rows:
-    """N tokens with K choices each, as R rows: a row is a token and one of its choices. All rows of
-    a choice lie together, so a choice is one matrix product. If sparse, a gate of 0 has no row."""
+    """Each pair of a token and a choice is a row. Rows of the same choice lie together, so each
+    choice needs one matrix product. If sparse, pairs with gate 0 get no row."""
     def __init__(self, gate_NK, choice_NK, n_choices, sparse):
         if not sparse:                                   # K = E: all choices, gate 0 if not chosen
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)

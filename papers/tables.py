@@ -327,7 +327,7 @@ def gaps_by_passes():
 
 
 def passes():
-    yield 'passes | dense | dense minus routed | the same, choices dropped'
+    yield 'passes | dense | dense minus routed | dense minus routed with dropping'
     for number, _, dense, gaps in sorted(gaps_by_passes()):
         cells = [f'{gap:+.4f} ± {reach:.4f}' for gap, reach in gaps.values()]
         yield join(f'{number:.3g}', f'{dense:.4f}', *cells)

@@ -126,7 +126,11 @@ def read_config(path):
     if not Path(path).is_file():
         configs = [p.as_posix() for p in Path('config').glob('**/*.py')]
         near = difflib.get_close_matches(f'config/{path}', configs, 1, 0.7)
-        hint = f'did you mean {near[0]}?' if near else 'a setting is written --key=value'
+        hint = 'a setting is written --key=value'
+        if path.endswith('.py'):
+            hint = 'begin with a copy of config/moep.py'
+        if near:
+            hint = f'did you mean {near[0]}?'
         if Path(ROOT, path).is_file():
             hint = f'run this in {ROOT}'
         raise UserError(f'there is no config file {path}; {hint}')

@@ -127,7 +127,7 @@ def write_files(folder, files):
         (folder / name).write_text(files[name] if isinstance(files, dict) else 'x')
 
 
-def test_packed_files_and_folders(tmp_path):
+def test_packed_files_and_folders(tmp_path, capsys):
     """The ends of names say what is text in a folder. Hidden files are not read, nor any twice."""
     write_files(tmp_path, ['image.png', '._a.txt', 'sub/.venv/c.txt'])
     write_files(tmp_path, {'a.txt': 'plain'})
@@ -136,6 +136,7 @@ def test_packed_files_and_folders(tmp_path):
     (tmp_path / 'e.txt.bz2').write_bytes(bz2.compress(b'packed'))
     (tmp_path / 'sub/d.jsonl.gz').write_bytes(gzip.compress(b'{"text": "deep"}\n'))
     files = find_files([tmp_path])
+    assert 'skipped 1 files' in capsys.readouterr().out  # the image
     texts = [text for _, path in files for text in read(path)]
     assert texts == ['plain', 'zipped', 'squeezed', 'packed', 'deep']
     assert find_files([tmp_path, tmp_path / 'a.txt']) == files

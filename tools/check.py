@@ -346,7 +346,7 @@ def main():
     parser.add_argument('model', help='mine, mine.py, arena.mine or arena/mine.py; or a run')
     parser.add_argument('--config', help='if not given, the one named like the model')
     args, extra = parser.parse_known_args()
-    if Path(args.model).is_dir():
+    if Path(args.model).is_dir() or Path(args.model).parts[0] == 'out':
         return show_blocks(args.model)
     name = '.'.join(Path(args.model.removesuffix('.py')).parts)
     source, settings = (args.config, [args.config]) if args.config else find_settings(name)

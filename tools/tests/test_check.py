@@ -217,6 +217,7 @@ def test_table_and_exit_code(run, monkeypatch):
     lines = run('tools.check', *args, here=True).stdout.splitlines()
     assert lines[0] == 'moep.py with config/moep.py --n_embd=12 --n_parallel=0 --n_layer=1'
     assert [line.split()[:2] for line in lines[1:]] == [['ok', 'shapes'], ['-', 'routes']]
+    assert 'there is no checkpoint out/mine' in run('tools.check', 'out/mine', code=2).stderr
     monkeypatch.setattr(check, 'same', lambda a, b: False)
     lines = run('tools.check', *args, here=True, code=1).stdout.splitlines()
     assert lines[1].startswith('WRONG  shapes')
