@@ -415,7 +415,7 @@ def read_arguments(argv):
                    python=['input', 'passes', 'split', 'field'])
     for key in ignored.get(args.what, ['passes']):
         if getattr(args, key) != parser.get_default(key):
-            raise UserError(f'prepare.py {args.what} takes no --{key}')
+            raise UserError(f'{args.what} takes no --{key}')
     if args.what in ('text', 'mix') and not (args.name and args.input):
         raise UserError(f'{args.what} needs --name and --input: for text files or folders with '
                         '.txt or .jsonl text, for mix data sets')
