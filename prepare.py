@@ -448,10 +448,8 @@ def main(argv=None):
     documents = ((split, text) for split, path in files for text in read_documents(path, **how))
     if args.what == 'python':
         documents = read_python(args.val_fraction)
-    tokenizer = args.vocab_size or 16384
     name = args.tokenizer or (None if args.vocab_size else usual.get('tokenizer'))
-    if name:
-        tokenizer = choose_tokenizer(name)
+    tokenizer = choose_tokenizer(name) if name else args.vocab_size or 16384
     forms = [(kind, getattr(args, kind)) for kind in ('chunks', 'sentences', 'pauses')]
     form = next((form for form in forms if form[1]), None)
     if n := write_data_set(target, documents, tokenizer, form, args.val_fraction, args.overwrite,

@@ -51,8 +51,7 @@ def test_values_on_the_command_line(text, value):
 @pytest.mark.parametrize('value, kind, wanted', [
     (1e6, int, 1_000_000), (3, float, 3.0), ((1, 2), list, [1, 2]), (None, int | None, None),
     (5, int | None, 5), ('a', str | None, 'a'), ([8, 8], list[int], [8, 8]), (True, bool, True),
-    ('b', typing.Literal['a', 'b'], 'b'), ([1], list[int] | None, [1]),
-    (1, list, [1]), (2e3, list, [2000.0])])
+    ('b', typing.Literal['a', 'b'], 'b'), ([1], list[int] | None, [1]), (2, list, [2])])
 def test_types(value, kind, wanted):
     fitted = as_type('key', value, kind)
     assert fitted == wanted and type(fitted) is type(wanted)
