@@ -139,9 +139,8 @@ def read_text(path, split):
 def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, overwrite=False,
                    no_copies=None):
     """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
-    form: ('chunks', 12), for instance; no_copies: data sets. A copy is a training document that
-    shares a long line with validation text, or with theirs. Copies stay if no_copies is None.
-    Returns how many there are."""
+    form: ('chunks', 12), for instance; no_copies: data sets. Training documents that share a long
+    line with validation text, or with theirs, are left out (None: they stay) -> their number"""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
         jobs = os.cpu_count() if size > POOL_SIZE else 1
@@ -155,7 +154,7 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, o
             spans['train'] = kept
         if not spans['train'] and val_fraction < 1 or not spans['val']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
-                            'or one document only, and validation needs one (see --split)')
+                            'copies only, or one document, and validation needs one (see --split)')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'] or spans['val'], tokenizer, jobs)
         if form:
