@@ -21,8 +21,8 @@ Departures that change results (docs/moduleformer.md has all of them, and what w
 - Every loss is summed over all 2 * n_layer routers, and uses the softmax before Top-K.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, S keys (T and the cache's), N = B*T
-tokens, D width, E modules of a pool, K chosen per token, R rows (at most N*K), F inner width
-(d_att, d_ffd), H heads of width d, Q tokens of a query block. Next to read: stlm.py.
+tokens, D width, E modules of a pool, K chosen per token, P = N*K pairs, R rows (at most P), F inner
+width (d_att, d_ffd), H heads of width d, Q tokens of a query block. Next to read: stlm.py.
 """
 
 import math
@@ -321,7 +321,8 @@ class ModuleFormer(nn.Module):
             x, keys, losses = block(x, cache[i] if cache and i < len(cache) else None)
             if cache is not None:
                 if self.training:                        # copies, as a view would keep all of them
-                    keys = [y[:, :, -self.config.memory:].detach().clone() for y in keys]
+                    first = max(0, keys[0].size(2) - self.config.memory)
+                    keys = [y[:, :, first:].detach().clone() for y in keys]
                 cache[i:i + 1] = [keys]                  # replaces the layer's old entry, if any
             for name, loss in losses:
                 aux[name] = aux.get(name, 0) + loss
@@ -394,8 +395,7 @@ def insert_experts(model, n_att=1, n_ffd=1, router='full'):
     also trains A, B, the token embedding and the head (Table 4's 266M). At first the loss rises,
     because tokens choose untrained modules. Eq. 10 keeps their scores near 0, but 0 still beats
     negative scores of old modules."""
-    if router not in ('full', 'partial'):
-        raise ValueError(f"router is '{router}'; it can be full or partial")
+    assert router in ('full', 'partial'), f"router is '{router}'; it can be full or partial"
     if model.config.new_att or model.config.new_ffd:
         model = absorb_inserted(model)
     new = rebuild_with(model, model.state_dict(), new_att=n_att, new_ffd=n_ffd)
@@ -448,8 +448,8 @@ def prune_experts(model, usage=None, threshold=0.01, normalise='max', batches=No
     is below the threshold, but the K most used always stay. count_usage gives `usage`, or counts
     `batches`, a list of (idx, targets). The gates of modules that stay grow, because the softmax
     has fewer terms. Nothing in the result is frozen."""
-    if normalise not in ('max', 'sum'):
-        raise ValueError(f"normalise is '{normalise}'; it can be max or sum")
+    assert normalise in ('max', 'sum'), f"normalise is '{normalise}'; it can be max or sum"
+    assert usage or batches, 'prune_experts needs usage or batches'
     model = absorb_inserted(model)
     kept, table = {}, []
     sizes = dict(att=[], ffd=[])                         # modules that stay, layer by layer

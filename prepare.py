@@ -10,8 +10,8 @@ Text -> token bins and a tokenizer.
 A data set is a folder, data/NAME: train.bin and val.bin (token ids as uint16, above 65,536 tokens
 uint32; one end-of-text in front, one after each document), meta.json and the tokenizer's own file.
 Documents are shuffled; a text with blank lines has one per paragraph (see --split). CRLF becomes
-\\n, Wikipedia's XML plain text; a byte-order mark, empty lines around a document and blank
-documents are dropped. Otherwise the text is unchanged. It need not fit into memory.
+\\n, Wikipedia's XML plain text; a byte-order mark, empty lines around a document (not in a Python
+file) and blank documents are dropped. Otherwise the text is unchanged. It need not fit into memory.
 """
 
 import functools
@@ -41,6 +41,8 @@ from plumbing.text import read_lines, read_rows, read_wiki
 from plumbing.tokenizer import (EOT, PARTS, PATTERN, choose_tokenizer, load_meta, load_tokenizer,
                                 rank_tokenizer, ranks_blob, shared_tokenizer)
 from plumbing.toy import SCENES, TOYS, Dice, lingo, minimal_pairs, problem, story
+
+POOL_SIZE = 2 ** 24                                      # bytes; a smaller text needs no pool
 
 
 # ---- Files -> documents -------------------------------------------------------------------------
@@ -97,14 +99,15 @@ def read_python(val_fraction):
             if package in ('site-packages', 'dist-packages') or path.stat().st_size > 200_000:
                 continue
             text = path.read_text(encoding='utf-8', errors='ignore')
-            if text not in seen and not text.isspace():
+            if text.strip() and text not in seen:
                 seen.add(text)
                 texts.setdefault(package, []).append(text)
     size = {package: sum(map(len, files)) for package, files in texts.items()}
     room = val_fraction * sum(size.values())
     for package in sorted(texts, key=lambda name: zlib.crc32(name.encode())):   # any fixed order
         split = 'val' if size[package] <= room else 'train'
-        room -= size[package] * (split == 'val')
+        if split == 'val':
+            room -= size[package]
         yield from ((split, text) for text in texts[package])
 
 
@@ -136,12 +139,10 @@ def read_text(path, split):
 # ---- Documents -> a data set --------------------------------------------------------------------
 
 def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, overwrite=False,
-                   no_copies=False):
-    """
-    documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
+                   no_copies=None):
+    """documents: (split, text) pairs; tokenizer: one, or the vocabulary size of a BPE to train;
     form: ('chunks', 12), for instance; no_copies: data sets. Training documents that share a long
-    line with validation text, or with theirs, are left out; None: they are only counted.
-    """
+    line with validation text, or with theirs, are left out (None: they stay) -> their number"""
     with new_folder(target, overwrite) as work:
         spans, size = spool(documents, work / 'spool')
         jobs = os.cpu_count() if size > POOL_SIZE else 1
@@ -149,15 +150,13 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, o
         if not spans['val']:
             n = max(1, round(val_fraction * len(spans['train'])))
             spans = {'train': spans['train'][n:], 'val': spans['train'][:n]}
-        if no_copies is not False:
-            new = share_no_lines(work, spans, no_copies or [])
-            if n := len(spans['train']) - len(new):
-                what = '--no_copies leaves them out' if no_copies is None else 'left out'
-                print(f'{n:,} training documents share a long line with validation text: {what}')
-            spans['train'] = spans['train'] if no_copies is None else new
+        kept = without_copies(work, spans, no_copies or [])
+        n_copies = len(spans['train']) - len(kept)
+        if no_copies is not None:
+            spans['train'] = kept
         if not spans['train'] and val_fraction < 1 or not spans['val']:
             raise UserError('there is no text to train on: no .txt or .jsonl file, an empty one, '
-                            'or one document only, and validation needs one (see --split)')
+                            'copies only, or one document, and validation needs one (see --split)')
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(work, spans['train'] or spans['val'], tokenizer, jobs)
         if form:
@@ -175,6 +174,7 @@ def write_data_set(target, documents, tokenizer, form=None, val_fraction=0.01, o
               f"{n['words']:,} words{lost}")
     if splits['val']['tokens'] < 1000:
         print('note: the validation text is very short; see --val_fraction and --split')
+    return n_copies
 
 
 def write_meta(work, tokenizer, splits):
@@ -187,8 +187,7 @@ def write_meta(work, tokenizer, splits):
 
 
 def spool(documents, path):
-    """Write all texts into one file, to be read in any order -> {split: [(offset, length)]}, its
-    size."""
+    """Write all texts into one file -> {split: [(offset, length)]}, its size"""
     spans = {'train': [], 'val': []}
     with open(path, 'wb') as file:
         for split, text in documents:
@@ -203,7 +202,7 @@ def read_spans(folder, spans):
             yield file.read(length).decode('utf-8')
 
 
-def share_no_lines(work, spans, folders):
+def without_copies(work, spans, folders):
     """The training documents that share no line of 60 characters or more with validation text,
     their own or that of other data sets."""
     others = [load_tokenizer(folder).decode(np.fromfile(
@@ -218,9 +217,6 @@ def batches(spans, size):
     """Runs of documents of about `size` bytes together."""
     step = max(1, size * len(spans) // (1 + sum(length for _, length in spans)))
     return [spans[i:i + step] for i in range(0, len(spans), step)]
-
-
-POOL_SIZE = 2 ** 24                                      # bytes; a smaller text needs no pool
 
 
 def parallel(function, folder, tasks, jobs):
@@ -415,6 +411,12 @@ def read_arguments(argv):
                              'validation text, or with that of other data sets')
     parser.add_argument('--overwrite', action='store_true', help='replace a data set of this name')
     args = parser.parse_args(argv)
+    text = vars(args).keys() - {'what', 'name', 'input', 'passes', 'out', 'overwrite'}
+    ignored = dict(toy=['name', 'input', 'passes', *text], mix=text, blimp=['passes', *text],
+                   python=['input', 'passes', 'split', 'field'])
+    for key in ignored.get(args.what, ['passes']):
+        if getattr(args, key) != parser.get_default(key):
+            raise UserError(f'{args.what} takes no --{key}')
     if args.what in ('text', 'mix') and not (args.name and args.input):
         raise UserError(f'{args.what} needs --name and --input: for text files or folders with '
                         '.txt or .jsonl text, for mix data sets')
@@ -447,14 +449,14 @@ def main(argv=None):
     documents = ((split, text) for split, path in files for text in read_documents(path, **how))
     if args.what == 'python':
         documents = read_python(args.val_fraction)
-    tokenizer = args.vocab_size or 16384
     name = args.tokenizer or (None if args.vocab_size else usual.get('tokenizer'))
-    if name:
-        tokenizer = choose_tokenizer(name)
+    tokenizer = choose_tokenizer(name) if name else args.vocab_size or 16384
     forms = [(kind, getattr(args, kind)) for kind in ('chunks', 'sentences', 'pauses')]
     form = next((form for form in forms if form[1]), None)
-    write_data_set(target, documents, tokenizer, form, args.val_fraction, args.overwrite,
-                   args.no_copies)
+    if n := write_data_set(target, documents, tokenizer, form, args.val_fraction, args.overwrite,
+                           args.no_copies):
+        what = '--no_copies leaves them out' if args.no_copies is None else 'left out'
+        print(f'{n:,} training documents share a long line with validation text: {what}')
 
 
 if __name__ == '__main__':

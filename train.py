@@ -76,8 +76,8 @@ class Data:
         if self.n_windows < self.rows:
             raise UserError(f'an epoch of {max(0, self.n_windows)} windows is less than one step '
                             f'of {self.rows}: add text, or lower seq_len, stride or batch_size')
-        self.epoch_starts = functools.lru_cache(2)(self.epoch_starts)    # a step may span two
 
+    @functools.lru_cache(2)                              # a step may span two epochs
     def epoch_starts(self, epoch):
         """Where the windows of an epoch start."""
         rng = np.random.default_rng([self.s.seed, epoch])
@@ -112,7 +112,7 @@ class Data:
         """The number of steps in all epochs."""
         return max(1, round(self.s.epochs * self.n_windows) // self.rows)
 
-    def val_batches(self, name, rank=0, world=1):
+    def validation(self, name, rank=0, world=1):
         """x, y of a validation text, or of the first eval_tokens of it: a process's share."""
         return val_batches(self.val[name], self.T, self.s.batch_size, self.pad, self.s.eval_tokens,
                            rank, world)
@@ -124,11 +124,11 @@ def evaluate(model, data, it, machine):
     """Score every validation text and print a line for each -> what to log"""
     scores = {}
     for name in data.val:
-        batches = data.val_batches(name, machine.rank, machine.world)
+        batches = data.validation(name, machine.rank, machine.world)
         scores[name] = score = score_batches(model, batches, data.tokenizer, machine)
         machine.say(f"step {it:6,}  {name}: val loss {score['loss']:.4f}, perplexity "
                     f"{score['perplexity']:.5g}, {score['bits_per_byte']:.4f} bits per byte")
-    x, _ = next(data.val_batches(next(iter(data.val))))
+    x, _ = next(data.validation(next(iter(data.val))))
     return dict(words=round(it * data.words_per_step), val=scores,
                 **count_routes(model, x, machine))
 
@@ -172,10 +172,10 @@ def save(path, it, model, data, s, machine, **state):
 
 
 def restore(ckpt, optimizer, machine):
-    """Load the optimiser's moments and this process's random state. Returns its carry."""
-    today = optimizer.state_dict()['param_groups']       # the current rates and decays, not those
+    """Load the optimiser's moments and this process's random state -> the run's carry"""
+    today = optimizer.state_dict()['param_groups']   # today's rates and decays, not the saved ones
     optimizer.load_state_dict(dict(ckpt['optimizer'], param_groups=today))
-    if ckpt.get('scaler'):                               # empty if it was not float16
+    if ckpt['scaler']:                                   # empty if it was not float16
         optimizer.scaler.load_state_dict(ckpt['scaler'])
     state = ckpt['ranks'][machine.rank]
     machine.set_random_state(state['random'])
@@ -222,7 +222,7 @@ def make_step(model, optimizer, s, machine, steps):
     if machine.world > 1 and not s.shard:                # replicas that average gradients
         model = torch.nn.parallel.DistributedDataParallel(model)
     step = functools.partial(train_step, model, optimizer, s, machine)
-    if s.stream or s.checkpoint_activations or s.shard or not (s.graph and machine.cuda):
+    if s.stream or s.checkpoint_activations or not s.graph:
         return step                                      # a graph needs fixed tensors
     from plumbing.graph import CUDAGraphStep
     graph = CUDAGraphStep(step, machine)
@@ -289,10 +289,10 @@ def main():
 def run(s, module, keys, machine):
     out = Path(s.out_dir)
     s = replace(s, shard=s.shard and machine.world > 1)
-    ckpt = find_run(out, s, keys, machine)               # what --resume continues, or None
+    ckpt = None if s.max_iters == 0 else find_run(out, s, keys, machine)
     data, model = load_data_and_model(s, module, keys, ckpt, machine)
     it = ckpt['iter'] if ckpt else 0
-    if ckpt and 'threads' in ckpt:
+    if ckpt:
         machine.set_threads(ckpt['threads'])
     steps = s.max_iters or data.steps()                  # 0: only the plan is wanted
     show_plan(model, data, it, steps, s, machine)
@@ -348,9 +348,9 @@ def run(s, module, keys, machine):
             # what is due after it; ckpt.pt comes last, as it keeps the log's place
             is_last = it >= steps
             stop = asked_to_stop(caught, it, s, machine)
-            logs, evaluates, saves = (is_last or it % interval == 0 for interval in (
-                s.log_interval, s.eval_interval, s.save_interval))
-            saves = saves or stop
+            due = lambda interval: is_last or it % interval == 0
+            logs, evaluates = due(s.log_interval), due(s.eval_interval)
+            saves = due(s.save_interval) or stop
             milestones = [words for words in s.checkpoint_words
                           if it == max(1, int(words / data.words_per_step))]
             if logs or milestones or saves:

@@ -74,7 +74,7 @@ def build_model(ckpt, device='cpu', **changes):
     for name, p in model.named_parameters():             # what was frozen stays frozen
         if name in ckpt['frozen']:
             p.requires_grad_(False)
-    model.base = ckpt.get('base')
+    model.base = ckpt['base']
     return model.to(device)
 
 
@@ -126,17 +126,15 @@ def find_run(out, s, keys, machine):
     model and data; what else has changed is printed."""
     if (out / 'train.bin').exists():                     # a run would replace its meta.json
         raise UserError(f'{out} is a data set: set another --out_dir')
-    if s.max_iters == 0 or s.overwrite or not any(out.glob('ckpt*.pt')):
-        if s.resume and s.max_iters != 0:
-            machine.say(f'resume    there is no checkpoint in {out} yet: a new run begins')
-        return None
-    if not s.resume:
+    if any(out.glob('ckpt*.pt')) and not (s.resume or s.overwrite):
         raise UserError(f'{out} already holds a run: add --resume to continue it, --overwrite to '
                         'start over, or set another --out_dir')
-    if not (out / 'ckpt.pt').exists():
+    if s.overwrite or not (out / 'ckpt.pt').exists():
+        if s.resume:
+            machine.say(f'resume    there is no ckpt.pt in {out}: a new run begins')
         return None
     ckpt = read_checkpoint(out)
-    if not {'optimizer', 'log', 'text'} <= ckpt.keys():
+    if not {'optimizer', 'scaler', 'threads', 'log', 'text'} <= ckpt.keys():
         raise UserError(f'{out} cannot be resumed: it was made by a tool, or by an older version. '
                         f'Start a new run from its weights, with --init_from={out} and --out_dir')
     fixed = {'model', 'data', 'seed', 'seq_len', 'stride', 'stream', 'epoch_words', 'batch_size',

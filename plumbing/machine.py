@@ -82,10 +82,6 @@ class Machine:
         if self.world > 1:
             dist.destroy_process_group()
 
-    def memory(self):
-        """The most that this process has taken of a GPU so far, as text."""
-        return f', {torch.cuda.max_memory_reserved() / 1e9:.2g} GB' if self.cuda else ''
-
     @functools.cached_property
     def matrix_rate(self):
         """FLOP per second of a large matrix product, in the precision that is trained in."""
@@ -129,10 +125,10 @@ def find_device(kind):
 def keep_freed_memory():
     """Linux's malloc returns freed memory to the system, so that every step asks for it again, page
     by page. Not to do so makes a step of a small model 5 to 12% faster."""
-    malloc = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
-    if malloc:
-        malloc(-1, 2 ** 31 - 1)                          # M_TRIM_THRESHOLD
-        malloc(-3, 2 ** 25)                              # M_MMAP_THRESHOLD, the largest there is
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
+    if mallopt:
+        mallopt(-1, 2 ** 31 - 1)                         # M_TRIM_THRESHOLD
+        mallopt(-3, 2 ** 25)                             # M_MMAP_THRESHOLD, the largest there is
 
 
 def choose_threads():
@@ -140,13 +136,13 @@ def choose_threads():
     Halve their number while that makes small operations faster: then something else keeps the CPU
     busy. OMP_NUM_THREADS decides instead, if it is set."""
     n = torch.get_num_threads()
-    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and speed(n) < speed(n // 2):
+    while n > 1 and 'OMP_NUM_THREADS' not in os.environ and additions(n) < additions(n // 2):
         n //= 2
     torch.set_num_threads(n)
 
 
-def speed(n_threads, seconds=0.03):
-    """Of small additions."""
+def additions(n_threads, seconds=0.03):
+    """How many numbers the threads add in `seconds`."""
     torch.set_num_threads(n_threads)
     x = torch.zeros(n_threads * 2 ** 15) + 1             # the least that torch shares out
     end, done = time.perf_counter() + seconds, 0

@@ -25,7 +25,8 @@ def show_plan(model, data, it, steps, s, machine):
     val = ', '.join(f'{human(len(tokens))} of {name}' for name, tokens in data.val.items())
     machine.say(f'data      {s.data}: {human(data.size)} {data.noun} to train on; validation on '
                 f'{val}')
-    accumulated = f' x {s.gradient_accumulation_steps} accumulated' * (data.rows > s.batch_size)
+    n = s.gradient_accumulation_steps
+    accumulated = f' x {n} accumulated' * (n > 1)
     processes = f' x {machine.world} processes' * (machine.world > 1)
     machine.say(f'step      {s.batch_size} windows x {data.T} {data.noun}{accumulated}{processes} '
                 f'= {data.rows * data.T:,} {data.noun}')
@@ -52,7 +53,8 @@ def utilisation(model, speed, machine):
 
 
 def show_step(bar, it, loss, speed, mfu, data, s, machine):
-    speed = f'{human(speed)} {data.noun}/s, {100 * mfu:.0f}% MFU{machine.memory()}'
+    memory = f', {torch.cuda.max_memory_reserved() / 1e9:.2g} GB' if machine.cuda else ''
+    speed = f'{human(speed)} {data.noun}/s, {100 * mfu:.0f}% MFU{memory}'
     bar.set_postfix_str(f'loss {loss:.3f}, {speed}')
     if bar.disable and it % (10 * s.log_interval) == 0:  # no terminal: a line now and then
         machine.say(f'step {it:6,}  loss {loss:.4f}, {speed}')

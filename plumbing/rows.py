@@ -41,14 +41,13 @@ def checksum(plain):
 
 # ---- The fast forms -----------------------------------------------------------------------------
 
-
 class Rows:
     def __init__(self, gate_NK, choice_NK, n_choices, sparse=True):
         if not sparse:
             gate_NK = gate_NK.new_zeros(len(gate_NK), n_choices).scatter(1, choice_NK, gate_NK)
             choice_NK = torch.arange(n_choices, device=gate_NK.device).expand_as(gate_NK)
-        is_text = not torch.is_grad_enabled() and gate_NK.numel() <= 4096
-        self.leaves_out = sparse and not is_text         # for so few, leaving out costs more
+        is_small = not torch.is_grad_enabled() and gate_NK.numel() <= 4096
+        self.leaves_out = sparse and not is_small        # for so few, leaving out costs more
         self.gate_NK, self.choice_NK = gate_NK, choice_NK
         group, n_groups = choice_NK.flatten(), n_choices
         if self.leaves_out:                              # the last group: all rows with gate 0

@@ -88,7 +88,8 @@ def read_settings(argv, usage=''):
         if arg.startswith('-'):
             key, equals, text = arg.lstrip('-').partition('=')
             key = key.replace('-', '_')
-            values[key], texts[key] = parse_value(text) if equals else True, text
+            values[key] = parse_value(text) if equals else True
+            texts[key] = text
         else:
             if values.get(key) is True and not arg.endswith('.py'):  # --max_iters 300
                 raise UserError(f'a setting is written --{key}={arg}')
@@ -170,8 +171,8 @@ def as_type(key, value, kind, text=None):
         return int(value)
     if float in options and type(value) is int:
         return float(value)
-    if list in options and isinstance(value, tuple):
-        return list(value)
+    if list in options and type(value) in (tuple, int, float):
+        return list(value) if type(value) is tuple else [value]
     if str in options and text:
         return text
     names = ' or '.join(kind.__name__ for kind in options if kind is not types.NoneType)
@@ -255,7 +256,9 @@ def model_sources(name):
 
 def code_of(text):
     """Without docstrings, comments and empty lines."""
-    code = re.sub(r'(?m)^\s*"""[\s\S]*?"""|\s*#.*$', '', text)
+    string = r'("""|\'\'\'|"|\')(?:\\[\s\S]|[^\\])*?\1'    # kept whole: it may hold a #
+    code = re.sub(rf'{string}|\s*#.*', lambda found: found[0] if found[1] else '', text)
+    code = re.sub(r'(\A|(?<=:\n))\s*r?"""[\s\S]*?"""', '', code)
     return '\n'.join(filter(str.strip, code.split('\n')))
 
 

@@ -17,7 +17,8 @@ class Together(nn.Module):
         self.models = nn.ModuleList(models)
         self.config = min((m.config for m in models), key=lambda config: config.block_size)
 
-    def forward(self, idx, targets, reduction='none'):
+    def forward(self, idx, targets, reduction):
+        assert reduction == 'none'
         nats = torch.stack([m(idx, targets, reduction=reduction)[1] for m in self.models])
         return None, math.log(len(nats)) - (-nats).logsumexp(0), {}
 

@@ -54,8 +54,8 @@ class Tokenizer:
         self.stop, self.unknown = [], None
         self.n_vocab = len(token_bytes)
         self.dtype = 'uint16' if self.n_vocab <= 65536 else 'uint32'     # of the ids in a bin
-        file_too = [blob.hex()] if kind == 'hf' else []  # its bytes do not say what merges
-        parts = [kind, eot, extra, [t.hex() for t in token_bytes], file_too]
+        merges = [blob.hex()] if kind == 'hf' else []    # equal tokens can have different merges
+        parts = [kind, eot, extra, [t.hex() for t in token_bytes], merges]
         self.hash = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text):
@@ -155,13 +155,13 @@ def load_meta(folder):
 
 def load_tokenizer(folder):
     """The tokenizer of a data set, or of a run folder that holds a copy of it."""
-    path = Path(folder) / 'meta.json'
-    with reading(path):
+    with reading(Path(folder, 'meta.json')):
         spec = load_meta(folder)['tokenizer']
         kind = spec['kind']
-        path = Path(folder) / (spec['file'] or 'meta.json')
+        path = Path(folder, spec['file'] or 'meta.json')
     with reading(path):
-        tokenizer = build_tokenizer(spec.get('base', kind), path.read_bytes(), spec['eot'])
+        blob = path.read_bytes() if spec['file'] else b''
+        tokenizer = build_tokenizer(spec.get('base', kind), blob, spec['eot'])
         if 'base' in spec:
             from plumbing.chunks import WRAPPERS, wrap_tokenizer
             tokenizer = wrap_tokenizer(tokenizer, kind, spec[WRAPPERS[kind][1]])

@@ -98,7 +98,6 @@ def one_line(done, script):
     ([*NEW, '--config=config/moep.py'], 'train.py config/moep.py'),
     ([*NEW, '--init_from=out/run,out/run'], 'tools.surgery compose'),
     ([*NEW, '--max_iters=-5'], 'max_iters = -5 must be at least 0'),
-    ([*NEW, '--learning_rate=-1'], 'learning_rate = -1.0 must be at least 0'),
     ([*NEW, '--out_dir=out/run'], '--resume to continue it, --overwrite'),
     ([*NEW, '--out_dir=data/toy_math'], 'data/toy_math is a data set'),
     ([*NEW, f'--vocab_size={10 ** 13}'], 'halve batch_size'),
@@ -123,6 +122,7 @@ def one_line(done, script):
     ([*TEXT, '--input', 'book.txt', '--tokenizer=nothing'], 'nothing'),
     (['prepare.py', 'text', '--name=toy_math', '--input', 'book.txt'], '--overwrite'),
     (['prepare.py', 'mix', '--name=mine', '--input', 'data/toy_math:0.6:0.2'], 'FROM < TO'),
+    (['prepare.py', 'python', '--input', 'book.txt'], 'python takes no --input'),
 ], ids=lambda value: ' '.join(value[:1] + value[-1:]) if isinstance(value, list) else '')
 def test_a_mistake_is_one_line(run, stock, command, hint):
     assert hint in one_line(run(*command, cwd=stock, code=2), command[0])

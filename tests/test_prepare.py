@@ -313,7 +313,7 @@ def test_python_files(tmp_path, monkeypatch):
     files = {f"{'lib' if n < 4 else 'venv'}/package_{n}/{m}.py": f'package, m = {n}, {m}\n'
              for n in range(8) for m in range(3)}
     files |= {'lib/site-packages/a.py': 'x = 1\n', 'lib/copy.py': 'package, m = 5, 0\n',
-              'venv/long.py': '#' * 200_001, 'venv/empty.py': '\n'}
+              'venv/long.py': '#' * 200_001, 'venv/blank.py': '\n', 'venv/empty.py': ''}
     write_files(tmp_path, files)
     documents = list(prepare.read_python(0.25))
     assert len(documents) == 24 and len({text for _, text in documents}) == 24

@@ -6,8 +6,8 @@ import typing
 import pytest
 
 from plumbing.cli import UserError
-from plumbing.settings import (Settings, as_type, default_out_dir, parse_value, read_config,
-                               read_settings)
+from plumbing.settings import (Settings, as_type, code_of, default_out_dir, parse_value,
+                               read_config, read_settings)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_values_on_the_command_line(text, value):
 @pytest.mark.parametrize('value, kind, wanted', [
     (1e6, int, 1_000_000), (3, float, 3.0), ((1, 2), list, [1, 2]), (None, int | None, None),
     (5, int | None, 5), ('a', str | None, 'a'), ([8, 8], list[int], [8, 8]), (True, bool, True),
-    ('b', typing.Literal['a', 'b'], 'b'), ([1], list[int] | None, [1])])
+    ('b', typing.Literal['a', 'b'], 'b'), ([1], list[int] | None, [1]), (2, list, [2])])
 def test_types(value, kind, wanted):
     fitted = as_type('key', value, kind)
     assert fitted == wanted and type(fitted) is type(wanted)
@@ -63,6 +63,10 @@ def test_types(value, kind, wanted):
 def test_wrong_types(value, kind):
     with pytest.raises(UserError, match='key = .* (is not of type|it can be a, b)'):
         as_type('key', value, kind)
+
+
+def test_code_is_compared_without_comments_but_with_whole_strings():
+    assert code_of('r"""doc"""\nx = "#a"  # b "c"\n') == 'x = "#a"'
 
 
 def test_a_name_that_looks_like_a_number_stays_as_typed():

@@ -15,7 +15,7 @@ def test_mean_of_probabilities():
     idx = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(1))
     prob = sum(model(idx)[0].softmax(-1) for model in models) / 3
     nats = -prob[:, :-1].gather(-1, idx[:, 1:, None])[..., 0].log()
-    together = Together(models)(idx[:, :-1], idx[:, 1:].masked_fill(idx[:, 1:] < 20, -1))[1]
+    together = Together(models)(idx[:, :-1], idx[:, 1:].masked_fill(idx[:, 1:] < 20, -1), 'none')[1]
     torch.testing.assert_close(together, nats * (idx[:, 1:] >= 20))
 
 

@@ -370,6 +370,8 @@ def test_checkpoints_by_words(tiny, tmp_path):
     assert 50 < words[0] == words[1] <= 100 < words[2] <= 200    # the last step before
     tiny('run', max_iters=14, resume=True, **settings)           # those of before stay
     assert [load_checkpoint(file)[1]['words'] for file in files] == words
+    (tmp_path / 'run/ckpt.pt').unlink()
+    assert 'there is no ckpt.pt' in tiny('run', max_iters=2, resume=True, **settings).stdout
     tiny('run', max_iters=2, overwrite=True)                     # nothing of before stays
     assert [*losses(tmp_path / 'run')] == [1, 2] and not any(file.exists() for file in files)
 
@@ -489,10 +491,10 @@ def test_a_busy_cpu_gets_fewer_threads(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'cpu_count', lambda: 8)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: chosen[-1] if chosen else 8)
     monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
-    monkeypatch.setattr('plumbing.machine.speed', {8: 1, 4: 9, 2: 5, 1: 3}.get)
+    monkeypatch.setattr('plumbing.machine.additions', {8: 1, 4: 9, 2: 5, 1: 3}.get)
     told = tiny('run', max_iters=1).stdout
     assert 'threads: 4' in told and chosen == [4]
-    monkeypatch.setattr('plumbing.machine.speed', {4: 1, 2: 3, 1: 7}.get)
+    monkeypatch.setattr('plumbing.machine.additions', {4: 1, 2: 3, 1: 7}.get)
     tiny('run', max_iters=2, resume=True)
     assert chosen == [4, 1, 4] and read_checkpoint(tmp_path / 'run')['threads'] == 4
 
