@@ -105,7 +105,7 @@ def join(tensors, theirs):
 
 
 def require(config, **supported):
-    """What else a config may ask for, our models do not have."""
+    """Refuse settings that our models do not support."""
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             raise UserError(f'{key} = {config[key]!r} is not supported, only '

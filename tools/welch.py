@@ -54,11 +54,16 @@ def spread(values, digits=1):
     return f'{text} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else text
 
 
+def word(gap, p):
+    """What a gap in bits per byte is called."""
+    return 'no clear difference' if p >= SURE else 'better' if gap < 0 else 'worse'
+
+
 def verdict(bits, other):
-    """Bits per byte against another entry's."""
+    """Compare bits per byte with another entry's."""
     if min(len(bits), len(other)) < 2:
         return 'one seed: no test'
     p = welch(bits, other)
-    word = 'better' if statistics.mean(bits) < statistics.mean(other) else 'worse'
+    gap = statistics.mean(bits) - statistics.mean(other)
     limit = f' (clear: below {SURE})' if SURE <= p < 0.05 else ''
-    return f"{word if p < SURE else 'no clear difference'}, p = {p:.3g}{limit}"
+    return f'{word(gap, p)}, p = {p:.3g}{limit}'
