@@ -55,7 +55,7 @@ def choices(gate):
 
 
 def show_scores(model, tokenizer, paths, n_shown, machine):
-    """Print those of each file, read as one document, and of its n_shown worst sentences."""
+    """Print the scores of each file, read as one document, and of its n_shown worst sentences."""
     for path in paths:
         with reading(path):
             text = Path(path).read_text(encoding='utf-8')

@@ -37,7 +37,7 @@ def randn(*shape):
 
 
 def gradient(f, x):
-    """Return that of a scalar f(x), by autograd."""
+    """Return the gradient of a scalar f(x), by autograd."""
     x = x.detach().clone().requires_grad_()
     y = f(x)
     grad, = torch.autograd.grad(y, x, allow_unused=True) if y.requires_grad else [None]
@@ -47,7 +47,7 @@ def gradient(f, x):
 
 
 def expect_same_gradient(f, slow_f, x, hint):
-    """Compare those of f(x) and slow_f(x), each times the same random numbers."""
+    """Compare the gradients of f(x) and slow_f(x), each times the same random numbers."""
     weight = torch.randn_like(slow_f(x))
     grad, wanted = [gradient(lambda x: (weight * g(x)).sum(), x) for g in (f, slow_f)]
     expect_same(grad, wanted, hint)

@@ -59,7 +59,7 @@ def finished():
 
 
 def scores(seeds, key='loss', data=None, at=-1):
-    """Return each seed's at one evaluation, by default the last, on one data set or the only one."""
+    """Return each seed's at one evaluation, by default the last, on one data set or the only."""
     sets = [run['evaluations'][at]['val'] for run in seeds]
     data = data or next(iter(sets[0]))
     return [val.get(data, {}).get(key) for val in sets]
@@ -78,7 +78,7 @@ def spread(values, digits):
 
 
 def mean_of_three(values):
-    """Return that of three seeds, and half of its 95% interval."""
+    """Return the mean of three seeds, and half of its 95% interval."""
     return statistics.mean(values), 4.303 * statistics.stdev(values) / 3 ** 0.5
 
 
@@ -168,7 +168,7 @@ def table(header, groups):
 # ---- MoEP ---------------------------------------------------------------------------------------
 
 def headline():
-    """At the paper's learning rate and at the arena's, which was the best of three for both."""
+    """Compare at the paper's learning rate, and at the arena's, the best of three for both."""
     yield ' | learning rate | val loss | BLiMP, `harness`'
     kinds = 'gpt2', 'moep'
     for kind in kinds:

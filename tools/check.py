@@ -38,8 +38,8 @@ def batch(config):
 
 
 def same(a, b, least=0.0):
-    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf,
-    the logit of what is impossible, equals -inf."""
+    """Compare up to float32's rounding of numbers as large as the largest of a, or as `least`.
+    -inf, the logit of what is impossible, equals -inf."""
     largest = a[a.isfinite()].abs().max().item()
     return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, largest))
 
@@ -202,8 +202,8 @@ def routes(module, model, x, y):
             assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
             total = gate.sum(-1)
             assert not sum_to_1 or same(total, torch.ones_like(total)), (
-                f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if that is '
-                'intended, set gates_sum_to_1 = False')
+                f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if that '
+                'is intended, set gates_sum_to_1 = False')
             taken = (gate != 0).sum(-1).float()
             K = getattr(model.config, 'top_k', gate.size(-1))
             assert taken.max() <= K + 1, (

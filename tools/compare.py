@@ -225,8 +225,8 @@ def difference(ours, theirs):
 
 
 def add_differences(columns):
-    """To all columns but the first: their last val losses, less the first one's -> a sentence for
-    each with a test of the difference."""
+    """Add to all columns but the first their last val losses, less the first one's -> a sentence
+    for each with a test of the difference."""
     sentences = []
     first, *others = columns
     for column in others:
@@ -257,7 +257,7 @@ def make_table(columns, shown):
 
 
 def cut(text, most):
-    """Return it without its middle if it is too long, and without control characters."""
+    """Return the text without control characters, and without its middle if it is too long."""
     text = ''.join(c if c.isprintable() else ' ' for c in text)
     return text if len(text) <= most else f'{text[:most // 2 - 2]}...{text[-most // 2 + 1:]}'
 
@@ -274,8 +274,8 @@ def print_table(columns):
 # ---- The page -----------------------------------------------------------------------------------
 
 def fill(name, data):
-    """The page tools/NAME.html with its scripts and the data in it. JSON needs no '<', so nothing in
-    it can end its script; nan is null."""
+    """The page tools/NAME.html with its scripts and the data in it. JSON needs no '<', so nothing
+    in it can end its script; nan is null."""
     page = Path(__file__).with_name(f'{name}.html').read_text(encoding='utf-8')
     for script in Path(__file__).parent.glob(f'{name}_*.js'):
         page = page.replace(f'@{script.name}@', script.read_text(encoding='utf-8'))

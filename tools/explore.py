@@ -51,7 +51,7 @@ def token_class(text, before='a'):
 
 
 def mutual_information(classes, choices):
-    """In bits: how much one of two sequences of equal length says about the other."""
+    """Return in bits how much one of two sequences of equal length says about the other."""
     a, row = np.unique(classes, return_inverse=True)
     b, column = np.unique(choices, return_inverse=True)
     joint = np.zeros((len(a), len(b)))
@@ -70,8 +70,8 @@ def beside_chance(classes, choices):
 
 
 def tokens_served(share, ids):
-    """For each choice the 12 tokens that it serves most, as [id, count, its part of their gates,
-    three positions where it gets most]. A token counts if it occurs five times."""
+    """Return for each choice the 12 tokens that it serves most, as [id, count, its part of their
+    gates, three positions where it gets most]. A token counts if it occurs five times."""
     tokens, row, counts = np.unique(ids, return_inverse=True, return_counts=True)
     part = np.zeros((len(tokens), share.shape[1]))
     np.add.at(part, row, share)

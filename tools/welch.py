@@ -60,7 +60,7 @@ def word(gap, p):
 
 
 def verdict(bits, other):
-    """Compare bits per byte with another entry's."""
+    """Compare the bits per byte of an entry with those of another."""
     if min(len(bits), len(other)) < 2:
         return 'one seed: no test'
     p = welch(bits, other)

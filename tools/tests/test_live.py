@@ -15,6 +15,7 @@ from common import ROOT
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.settings import import_model
 from tools import live
+from tools.compare import fill
 
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ @live_page.js@ \\ end')
