@@ -22,8 +22,7 @@ Departures that change results (docs/stlm_depth.md has all of them, and what we 
 - The rate of layer dropout is constant. A dropped layer is computed and then multiplied by 0.
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head, H
-heads, V vocabulary, L layers, E of them that draft, n drafts. This is the last file; the first is
-moep.py.
+heads, V vocabulary, L layers, E that draft, n drafts. This is the last file; the first is moep.py.
 """
 
 import math

@@ -308,16 +308,15 @@ def passes():
     return figure
 
 
-ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm,
-       arena, passes)
+PLOTS = {draw.__name__: draw for draw in (
+    papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm, arena, passes)}
 
 
 def main():
-    plots = {draw.__name__: draw for draw in ALL}
     parser = Parser(__doc__)
-    parser.add_argument('names', nargs='*', choices=plots, help='none: all of them')
-    for name in parser.parse_args().names or plots:
-        figure = plots[name]()
+    parser.add_argument('names', nargs='*', choices=PLOTS, help='none: all of them')
+    for name in parser.parse_args().names or PLOTS:
+        figure = PLOTS[name]()
         figure.tight_layout()
         figure.savefig(tables.ROOT / 'docs' / f'{name}.png', dpi=110)
 

@@ -398,8 +398,7 @@ def main():
     stale = False
     for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
         text = path.read_text(encoding='utf-8')
-        rebuilt = fill(text)
-        if rebuilt != text:
+        if (rebuilt := fill(text)) != text:
             stale = True
             print(path.name, 'differs from papers/results' if check else 'rebuilt')
             if not check:

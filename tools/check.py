@@ -272,8 +272,8 @@ def counts(module, model, x, y):
     exact = sum(p.numel() for p in model.parameters())
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
     layer = getattr(type(model), 'layer', None)
-    if layer and layer.__module__ != 'moep':             # whose weights count_params() knows
-        return 'NOTE', f'{active:,} active: is that so? Your {layer.__name__} may count otherwise'
+    if layer and layer.__module__ != model.count_params.__module__:      # which does not know it
+        return 'NOTE', f'{active:,} active: is that so, with your {layer.__name__}?'
 
 
 CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, loss, resume,

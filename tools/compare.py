@@ -303,9 +303,8 @@ def main():
         print_table(columns)
         print('\n'.join(sentences))
         if args.html:
-            rows = make_table(columns, columns)
-            write_page(args.html, 'compare', dict(
-                runs=runs, rows=rows, sentences=sentences, reload=args.watch))
+            write_page(args.html, 'compare', dict(runs=runs, rows=make_table(columns, columns),
+                                                  sentences=sentences, reload=args.watch))
         if not args.watch:
             break
         time.sleep(10)

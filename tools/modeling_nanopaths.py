@@ -78,7 +78,7 @@ class NanopathsForCausalLM(PreTrainedModel, GenerationMixin):
         return padded.masked_fill(~keep[:, :, None], 0), aux
 
     def loss(self, logits, labels, keep, aux, n_items):
-        """Return the mean of each next token's; -100 is not a target. If Trainer gives the number of
+        """Return the mean over next tokens; -100 is not a target. If Trainer gives the number of
         targets in all batches that it accumulates, this is the batch's share of their mean."""
         labels = labels.masked_fill(~(keep & keep.roll(1, 1)), -100)     # padding predicts nothing
         loss = self.loss_function(logits, labels, vocab_size=logits.size(-1),

@@ -64,6 +64,5 @@ def verdict(bits, other):
     if min(len(bits), len(other)) < 2:
         return 'one seed: no test'
     p = welch(bits, other)
-    gap = statistics.mean(bits) - statistics.mean(other)
     limit = f' (clear: below {SURE})' if SURE <= p < 0.05 else ''
-    return f'{word(gap, p)}, p = {p:.3g}{limit}'
+    return f'{word(statistics.mean(bits) - statistics.mean(other), p)}, p = {p:.3g}{limit}'
