@@ -314,7 +314,7 @@ PLOTS = {draw.__name__: draw for draw in (
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument('names', nargs='*', choices=PLOTS, help='none: all of them')
+    parser.add_argument('names', nargs='*', choices=[*PLOTS, []], help='no name ([]): all of them')
     for name in parser.parse_args().names or PLOTS:
         figure = PLOTS[name]()
         figure.tight_layout()
