@@ -284,7 +284,7 @@ class Block(nn.Module):
 
 
 class ModuleFormer(nn.Module):
-    router = Router                                      # a class that an idea may replace: arena/
+    router = Router                                      # a class that an idea may replace
     gates_sum_to_1 = False                               # not renormalised; tools.check reads this
 
     def __init__(self, config):

@@ -274,7 +274,7 @@ class Block(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class MoEP(nn.Module):
-    router, layer = Router, ParallelLayer                # classes that an idea may replace: arena/
+    router, layer = Router, ParallelLayer                # classes that an idea may replace
 
     def __init__(self, config):
         super().__init__()

@@ -132,7 +132,7 @@ class Router(nn.Module):
     def forward(self, x):
         score = self.score(x)
         choices = self.choose(score)
-        pi, losses = self.weigh(score)
+        pi, losses = self.weigh(score, choices)
         return pi, choices, losses
 
     def score(self, x):                                  # how good is each path, and the mix?
@@ -142,7 +142,7 @@ class Router(nn.Module):
     def choose(self, score):                             # all of them; what tools read
         return torch.arange(score.size(-1), device=score.device).expand_as(score)
 
-    def weigh(self, score):                              # with which weights?
+    def weigh(self, score, choices):                     # with which weights?
         c = self.config
         if self.training:
             pi = F.gumbel_softmax(score, c.temperature, c.hard)

@@ -55,7 +55,7 @@ def choices(gate):
 
 
 def show_scores(model, tokenizer, paths, n_shown, machine):
-    """Of each file, read as one document, and of its n_shown worst sentences."""
+    """Print the scores of each file, read as one document, and of its n_shown worst sentences."""
     for path in paths:
         with reading(path):
             text = Path(path).read_text(encoding='utf-8')
@@ -70,7 +70,7 @@ def show_scores(model, tokenizer, paths, n_shown, machine):
 
 
 def show_worst(nats, ids, tokenizer, n):
-    """The n sentences with the highest loss per token, which stands in front."""
+    """Print the n sentences with the highest loss per token, which is printed before each."""
     parts = [tokenizer.token_bytes[i] for i in ids]
     text, size = b''.join(parts), np.array([*map(len, parts)])
     end = np.array([m.end() for m in re.finditer(rb'[.!?]["\')\]]*(?=\s)|\n|$', text)])
@@ -90,7 +90,7 @@ def read_arguments():
     parser.add_argument('--prompt', default='', help='text to continue; if empty, a new document')
     parser.add_argument('--num', type=between(1, 1000), default=1, help='how many samples')
     parser.add_argument('--max_new_tokens', type=between(0, 10 ** 6),
-                        help='length of a sample (default 200; of a prompt with --routes 0)')
+                        help='length of a sample (default 200, or 0 with --prompt and --routes)')
     parser.add_argument('--temperature', type=between(0, 100, float), default=0.8,
                         help='0: always the most probable token')
     parser.add_argument('--top_k', type=between(0, 65536), default=50,

@@ -22,7 +22,7 @@ Departures that change results (docs/stlm_depth.md has all of them, and what we 
 - The rate of layer dropout is constant. A dropped layer is computed and then multiplied by 0.
 
 Dimension letters: B batch, T sequence, K tokens that pass, S keys, D width, d width of one head, H
-heads, V vocabulary, L layers, E of them that draft, n drafts. The first of the seven is moep.py.
+heads, V vocabulary, L layers, E that draft, n drafts. This is the last file; the first is moep.py.
 """
 
 import math
@@ -175,7 +175,7 @@ def accept(p, drafts, draft_probs):
 
 
 def probabilities(logits, temperature, top_k):
-    """Those of the next token. At temperature 0 the best token has 1, the others 0."""
+    """Return the next token's probabilities. At temperature 0 the best one has 1, others 0."""
     logits = logits.float()
     if temperature <= 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).float()

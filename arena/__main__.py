@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import zlib
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -29,10 +30,10 @@ from arena.entries import ENTRIES
 from arena.leaderboard import (BUDGETS, DENSE_OF_MINUTES, MODES, PUBLISHED, TRACKS, classes,
                                minutes_table, print_columns, read_rows, show, show_sweep)
 from plumbing.cli import Parser, UserError, numbers, run_main, write_json
-from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
-                               read_settings)
 from plumbing.log import read_log
 from plumbing.machine import Machine
+from plumbing.settings import (ROOT, code_of, import_model, make_config, model_sources,
+                               read_settings)
 from prepare import make_toys
 from tools import bench
 from tools.flops import training_flops
@@ -41,12 +42,15 @@ from tools.flops import training_flops
 # ---- Entries ------------------------------------------------------------------------------------
 
 def find_entries(names, track):
-    """{name: its stages}; all keep the rules."""
+    """Return {name: its stages}, all of which keep the rules."""
     entries = {}
     for name in names or ENTRIES[track]:
         if name not in ENTRIES[track]:
-            raise UserError(f'arena/entries.py has no {name} on the track {track}; add '
-                            f"{name}=moep | dict(model='arena.{name}'),")
+            hint = f"add {name}=moep | dict(model='arena.{name}'),"
+            if not (ROOT / 'arena' / f'{name}.py').exists():
+                near = get_close_matches(name, ENTRIES[track])
+                hint = f"it has {', '.join(near or ENTRIES[track])}"
+            raise UserError(f'arena/entries.py has no {name} on the track {track}; {hint}')
         entry = ENTRIES[track][name]
         entries[name] = entry if isinstance(entry, list) else [entry]
         check_rules(name, entries[name], track)
@@ -100,7 +104,7 @@ def stage_folder(out, n):
 
 
 def identify(stages, swept=None):
-    """What an entry is, as its rows have it: its settings but the one that is swept, and a checksum
+    """What an entry is, as its rows have it: all its settings except the swept one, and a checksum
     of its code."""
     configs = [{key: value for key, value in stage.items() if key != swept} for stage in stages]
     code = ''.join(code_of(text) for stage in filter(is_training, stages)
@@ -109,15 +113,15 @@ def identify(stages, swept=None):
 
 
 def has_changed(row, identity):
-    """Whether an entry was another when this row was made. (Older rows have no checksum.)"""
+    """Whether settings or code differ from this row's. (Older rows have no checksum.)"""
     return any(row.get(key, value) != value for key, value in identity.items())
 
 
 # ---- A run --------------------------------------------------------------------------------------
 
 def call(script, *args):
-    """A script of this project, or a tool (tools.NAME). If this process is told to stop, so is the
-    script: once, and then train.py saves. Ctrl-C would reach both, hence a session of its own."""
+    """Run a script of this project, or a tool (tools.NAME). SIGTERM is passed on once, so that
+    train.py can save. Ctrl-C would reach both, hence a session of its own."""
     args = [*map(str, args)]
     start = [ROOT / script] if script.endswith('.py') else ['-m', script]
     print('$', shlex.join(['python', *map(str, [*start[:-1], script]), *args]), flush=True)
@@ -274,11 +278,10 @@ def make_missing(entries, wanted, swept, file, folders, track):
     path = folders[-1] / file
     rows = read_rows(file, folders, swept)
     identities = {name: identify(stages, swept) for name, stages in entries.items()}
-    changed = {row['entry'] for row in rows if row['entry'] in entries
-               and has_changed(row, identities[row['entry']])}
-    for name in sorted(changed):
-        print(f'{name}: settings or code have changed since it ran')
-    is_checked, failures = {row['entry'] for row in rows}, {}
+    checked = {row['entry'] for row in rows}
+    failures = {name: f'it has changed: rename it, or delete its rows in {path}'
+                for name in entries if any(row['entry'] == name and
+                                           has_changed(row, identities[name]) for row in rows)}
     for number, run in enumerate(wanted, 1):
         name = run['entry']
         if name in failures or any(run.items() <= row.items() for row in rows):
@@ -286,12 +289,10 @@ def make_missing(entries, wanted, swept, file, folders, track):
         print(f'\n==== {number} of {len(wanted)}: {run}', flush=True)
         stages = entries[name]
         try:
-            if name in changed:
-                raise UserError(f'it has changed: rename it, or delete its rows in {file}')
             find_data(track)
-            if track == 'toy' and len(stages) == 1 and name not in is_checked:
+            if track == 'toy' and len(stages) == 1 and name not in checked:
                 call('tools.check', stages[0]['model'], *options(stages[0]))
-                is_checked.add(name)
+                checked.add(name)
             rows.append(make_row(run, stages, identities[name], rows, track))
         except UserError as error:
             failures[name] = error
@@ -303,7 +304,7 @@ def make_missing(entries, wanted, swept, file, folders, track):
 
 
 def find_data(track):
-    """Fails before a run trains, not when its pairs are scored."""
+    """Fail before a run trains, not when its pairs are scored."""
     names = [TRACKS[track]['data'], TRACKS[track]['pairs']]
     make_toys(names)
     for name in names:

@@ -241,7 +241,7 @@ class Experts(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 class Dense(nn.Module):
-    router = Router                                      # a class; a subclass can name another
+    router = Router                                      # a class that an idea may replace
 
     def __init__(self, config):
         super().__init__()

@@ -36,6 +36,7 @@ experts = dense | dict(n_expert=16, top_k=4, aux_weights=dict(balance=0.01), lea
 shared = experts | muon | dict(n_expert=8, top_k=2, n_shared=2)
 loop = dense | muon | dict(model='arena.loop', n_head=4, n_embd=128, hidden=192, d_token=64,
                            learning_rate=8e-3)
+# The papers' models train with AdamW here, config/moep.py with Muon: dense_muon shows its effect.
 moep_unbalanced = base | dict(
     model='moep', n_layer=2, n_head=3, n_parallel=2, n_head_parallel=1, n_embd_parallel=48,
     n_block=4, n_expert=4, top_k=2, dropout=0.0)

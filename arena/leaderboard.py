@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plumbing.cli import reading
 from plumbing.settings import ROOT
-from tools.welch import SURE, reach, spread, student, verdict
+from tools.welch import reach, spread, student, verdict, word
 
 PUBLISHED = ROOT / 'papers' / 'results'
 TRACKS = dict(                           # FLOPs: of training; within: how far from either number
@@ -58,12 +58,13 @@ def read_results(track, folders):
 
 
 def read_bits(track, folders):
-    """{entry: the bits per byte of its seeds}, of those that can be tested: with several seeds, and
-    none that diverged (a deviation of ten times the median)."""
+    """{entry: the bits per byte of its seeds}, where there are several; None if one diverged (a
+    deviation of ten times the median)."""
     bits = {name: [row['bits_per_byte'] for row in seeds.values()]
             for name, seeds in read_results(track, folders).items() if len(seeds) > 1}
     limit = 10 * statistics.median(map(statistics.stdev, bits.values())) if bits else 0
-    return {name: seeds for name, seeds in bits.items() if statistics.stdev(seeds) <= limit}
+    return {name: seeds if statistics.stdev(seeds) <= limit else None
+            for name, seeds in bits.items()}
 
 
 # ---- Tables -------------------------------------------------------------------------------------
@@ -95,15 +96,16 @@ def against_dense(bits, kinds, test):
 def compare(bits, name, other):
     """The gap between two entries, its 95% interval, and whether it is clear, by the deviation of
     seeds pooled over all entries."""
-    if not bits.keys() >= {name, other}:
-        return 'no test: one seed, or one that diverged'
+    for entry in (name, other):
+        if not bits.get(entry):
+            return 'no test: a seed diverged' if entry in bits else 'no test: one seed'
+    tested = [*filter(None, bits.values())]
     gap = statistics.mean(bits[name]) - statistics.mean(bits[other])
-    freedom = sum(len(seeds) - 1 for seeds in bits.values())
-    squares = sum(statistics.variance(seeds) * (len(seeds) - 1) for seeds in bits.values())
+    freedom = sum(len(seeds) - 1 for seeds in tested)
+    squares = sum(statistics.variance(seeds) * (len(seeds) - 1) for seeds in tested)
     error = math.sqrt(squares / freedom * (1 / len(bits[name]) + 1 / len(bits[other])))
     p = student(abs(gap) / error, freedom) if error else float(gap == 0)
-    word = 'no clear difference' if p >= SURE else 'better' if gap < 0 else 'worse'
-    return f'{gap:+.4f} ± {error * reach(freedom):.4f}, {word}, p = {p:.2g}'
+    return f'{gap:+.4f} ± {error * reach(freedom):.4f}, {word(gap, p)}, p = {p:.2g}'
 
 
 def show(track, folders, named=()):

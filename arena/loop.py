@@ -6,7 +6,7 @@ The loop: one block of arena/dense.py for all depths (Super Tiny's shared layers
     logits = head(narrow(norm(x)))
 
 What the layers share can be spent on width. With n_expert > 1 the FFN is a pool of experts, and
-each pass has a router of its own, so that passes may differ (Csordas et al. 2024, "MoEUT", with
+each pass has a router of its own, so that passes may differ (Csordás et al. 2024, "MoEUT", with
 groups of layers). Measured: docs/arena.md.
 """
 

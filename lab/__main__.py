@@ -82,14 +82,15 @@ def show(path, details):
 
 def main():
     parser = Parser(__doc__)
-    number = between(1, len(FILES))
-    parser.add_argument('number', nargs='?', type=number, help='of an exercise; all if not given')
-    parser.add_argument('--hint', type=number, nargs='?', const=0, metavar='NUMBER',
-                        help='give a hint for this exercise')
+    parser.add_argument('number', nargs='?', type=between(1, len(FILES)),
+                        help='of an exercise; all if not given')
+    parser.add_argument('--hint', action='store_true', help='give a hint for this exercise')
     args = parser.parse_args()
-    if args.hint or args.hint == 0 and args.number:
+    if args.hint and not args.number:
+        parser.error('--hint needs the number of an exercise')
+    if args.hint:
         hints = Path(__file__).with_name('hints.md').read_text(encoding='utf-8')
-        print(hints.split('\n## ')[args.hint or args.number].strip())
+        print(hints.split('\n## ')[args.number].strip())
         return
     if args.number:
         sys.exit(0 if show(FILES[args.number - 1], details=True) else 1)

@@ -37,7 +37,7 @@ def randn(*shape):
 
 
 def gradient(f, x):
-    """Of a scalar f(x), by autograd."""
+    """Return the gradient of a scalar f(x), by autograd."""
     x = x.detach().clone().requires_grad_()
     y = f(x)
     grad, = torch.autograd.grad(y, x, allow_unused=True) if y.requires_grad else [None]
@@ -47,7 +47,7 @@ def gradient(f, x):
 
 
 def expect_same_gradient(f, slow_f, x, hint):
-    """Of f(x) and slow_f(x), each times the same random numbers."""
+    """Compare the gradients of f(x) and slow_f(x), each times the same random numbers."""
     weight = torch.randn_like(slow_f(x))
     grad, wanted = [gradient(lambda x: (weight * g(x)).sum(), x) for g in (f, slow_f)]
     expect_same(grad, wanted, hint)
@@ -378,7 +378,7 @@ PLACES = dict(
     ex1_top_k='moep.py, Router.choose; moep.py, Router.weigh',
     ex2_balance='moep.py, Router.balance_loss',
     ex3_dispatch='moep.py, Rows',
-    ex4_gumbel='papaformer.py, Router.forward',
+    ex4_gumbel='papaformer.py, Router.weigh',
     ex5_stick='moduleformer.py, stick_weights',
     ex6_compose='papaformer.py, compose; papaformer.py, Share',
     ex7_gate='selfmoe.py, Gate; selfmoe.py, SelfMoE.states; tools/lora.py, LowRank',

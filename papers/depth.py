@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from papers.common import open_run, run_parser, val_tokens
-from plumbing.bins import read_windows, count_routes, score_batches, val_batches
+from plumbing.bins import count_routes, read_windows, score_batches, val_batches
 from plumbing.checkpoint import data_folders
 from plumbing.cli import UserError, between, run_main, write_json
 

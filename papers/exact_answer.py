@@ -57,7 +57,7 @@ def read_problems(path):
 
 # ---- Solutions ----------------------------------------------------------------------------------
 
-def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
+def complete(model, prompts, eot, max_new_tokens, batch_size, device):
     """Greedy continuations of prompts (lists of ids), without end-of-text. Prompts of one length
     share a batch, so none needs padding."""
     texts = {}
@@ -73,7 +73,7 @@ def complete(model, prompts, eot, max_new_tokens, batch_size=128, device='cpu'):
     return [texts[i] for i in range(len(prompts))]
 
 
-def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size=128, device='cpu'):
+def exact_answer(model, tokenizer, problems, max_new_tokens, batch_size, device):
     """-> a dict: the share of right answers, the numbers behind it, and every continuation."""
     fitting = []
     prompts = []

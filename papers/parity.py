@@ -173,7 +173,7 @@ def check_moduleformer(checkout):
         return logits, dict(mi=theirs.transformer.aux_loss)
 
     def read(theirs):
-        """As tools.import_hf reads it from files -> weights, settings of our model"""
+        """Read it as tools.import_hf reads files -> weights, settings of our model"""
         tensors = {name.removeprefix('transformer.'): p for name, p in theirs.named_parameters()}
         _, weights, settings = read_molm(vars(theirs.config), tensors)
         return weights, dict(settings, vocab_size=VOCAB, query_block=7)

@@ -1,17 +1,16 @@
 """
 Where does routing pay? The same 50M tokens, read from more and more text: 20 to 1.65 passes.
 
-    python -m papers.passes                  # 48 runs, about a minute each on one H200
+    python -m papers.passes                  # 36 runs, about a minute each on one H200
     python -m papers.passes --minutes        # 30 runs: per minute, not per FLOP
 
-Our rows are in papers/results/passes.jsonl and minutes.jsonl. papers.plots draws docs/passes.png;
-`longer` we have run on all of the text only.
+Our rows are in papers/results/passes.jsonl and minutes.jsonl. papers.plots draws docs/passes.png.
 
 It trains the arena's best dense model and its routed sibling, which has as many FLOPs per token,
 without and with dropped choices, on the first part of four data sets together: the same share of
-each, so that the mix stays the same. `longer` is the dense one with a third more tokens. prepare.py
-mix makes the parts, as data sets passes_FROM_SHARE. Seed 2 reads the next one, so that the spread
-shows what the choice of text does. All models of a seed read the same.
+each, so that the mix stays the same. prepare.py mix makes the parts, as data sets
+passes_FROM_SHARE. Seed 2 reads the next one, so that the spread shows what the choice of text does.
+All models of a seed read the same.
 
 With --minutes the routed model has experts in every third block only, and the dense one takes more
 steps, as many as fit into its time. Each is regularised as suits it and the number of passes. They
@@ -34,7 +33,6 @@ PROSE = 'babylm', 'simplewiki', 'stories', 'math'
 STEPS = 1526                                             # of 64 windows of 512 tokens: 50M
 PASSES = dict(
     dense=('dense_muon', {}),
-    longer=('dense_muon', dict(max_iters=2035)),
     routed=('dense_moe_shared_muon_flops', {}),
     dropped=('dense_moe_shared_muon_flops_drop_expert', {}))
 MINUTES = dict(                  # a step of `third` takes 1.179 times as long (results/step.jsonl)

@@ -7,13 +7,13 @@ Draw the plots of docs/*.md from papers/results/*.jsonl (needs matplotlib).
 
 import re
 import statistics
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 from papers import tables
 from papers.tables import group, read, runs, scores
+from plumbing.cli import Parser, run_main
 
 DENSE, ROUTED, SHARED, LIGHT = 'black', '#d9480f', '#0072b2', '#74b4dc'  # colours
 large = plt.rc_context({
@@ -271,7 +271,7 @@ def passes():
     Means with their 95% intervals."""
     figure, axis = plt.subplots(figsize=(11.6, 8.5))
     points = sorted(tables.gaps_by_passes())
-    passes = [x for x, *_ in points]
+    numbers = [x for x, *_ in points]
     flops = [(x, *gaps['routed']) for x, *_, gaps in points]
     prose, python = [], []
     for size, dense, routed, _ in tables.after_equal_time():
@@ -300,7 +300,7 @@ def passes():
              xlim=(0.33, 36), ylim=(-0.8, 0.06),
              ylabel='bits per byte, dense minus routed\n(log scale beyond ±0.02)')
     axis.set_yticks([-0.3, -0.1, -0.02, 0, 0.02], ['−0.3', '−0.1', '−0.02', '0', '+0.02'])
-    axis.set_xticks([0.73, *passes], ['0.73\n69M',
+    axis.set_xticks([0.73, *numbers], ['0.73\n69M',
                     *(f'{x:.3g}\n{tokens / 1e6:.2g}M' for x, tokens, *_ in points)])
     axis.minorticks_off()
     axis.set_title('Routing pays while the text is new: per FLOP,\nand per minute to five passes',
@@ -308,13 +308,18 @@ def passes():
     return figure
 
 
-ALL = (papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm,
-       arena, passes)
+PLOTS = {draw.__name__: draw for draw in (
+    papaformer, moep, moep_entities, moep_routes, lookup, prune, stlm, arena, passes)}
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument('names', nargs='*', choices=[*PLOTS, []], help='no name ([]): all of them')
+    for name in parser.parse_args().names or PLOTS:
+        figure = PLOTS[name]()
+        figure.tight_layout()
+        figure.savefig(tables.ROOT / 'docs' / f'{name}.png', dpi=110)
+
 
 if __name__ == '__main__':
-    for draw in ALL:
-        if sys.argv[1:] and draw.__name__ not in sys.argv[1:]:
-            continue
-        figure = draw()
-        figure.tight_layout()
-        figure.savefig(tables.ROOT / 'docs' / f'{draw.__name__}.png', dpi=110)
+    run_main(main)

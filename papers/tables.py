@@ -4,7 +4,7 @@ Rebuild the tables in README.md and docs/*.md from papers/results/*.jsonl.
     python -m papers.tables              # rewrite the tables
     python -m papers.tables --check      # only say which pages would change
 
-The table between <!-- NAME --> and <!-- end --> is a row of RUNS below, a function of this file, or
+The table between <!-- NAME --> and <!-- end --> is a row of RUNS below, a function in MADE, or
 results/NAME.jsonl as it is: each key a column. papers/README.md describes the files.
 """
 
@@ -15,6 +15,7 @@ import sys
 from functools import partial
 
 from arena import leaderboard
+from plumbing.cli import Parser, run_main
 from plumbing.settings import ROOT
 from tools import welch
 
@@ -58,10 +59,10 @@ def finished():
 
 
 def scores(seeds, key='loss', data=None, at=-1):
-    """Of one evaluation, by default the last, on one data set or the only one: of each seed"""
+    """Return each seed's at one evaluation, by default the last, on one data set or the only."""
     sets = [run['evaluations'][at]['val'] for run in seeds]
     data = data or next(iter(sets[0]))
-    return [scores.get(data, {}).get(key) for scores in sets]
+    return [val.get(data, {}).get(key) for val in sets]
 
 
 # ---- Cells --------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def spread(values, digits):
 
 
 def mean_of_three(values):
-    """Of three seeds, and half of its 95% interval"""
+    """Return the mean of three seeds, and half of its 95% interval."""
     return statistics.mean(values), 4.303 * statistics.stdev(values) / 3 ** 0.5
 
 
@@ -125,11 +126,9 @@ COLUMNS = {                      # {header: cell made from the seeds of a run}
     'stories, val loss': lambda seeds: val(seeds, data='tinystories_neox'),
     'math, val loss': lambda seeds: val(seeds, data='openmath_neox'),
     **{f'val loss at step {step:,}': partial(loss_at, step) for step in (16000, 18303)},
-    'bits per byte': lambda seeds: val(seeds, 'bits_per_byte'),
+    **dict.fromkeys(['bits per byte', 'at the end'], lambda seeds: val(seeds, 'bits_per_byte')),
     'bits per byte, lowest': lowest_bits,
-    'at the end': lambda seeds: val(seeds, 'bits_per_byte'),
-    'BLiMP': blimp,
-    'BLiMP, `harness`': blimp,
+    **dict.fromkeys(['BLiMP', 'BLiMP, `harness`'], blimp),
     'unused choices, of 48': lambda seeds: ', '.join(
         str(run['evaluations'][-1]['unused'][0]) for run in seeds
         if 'unused' in run['evaluations'][-1]),
@@ -169,15 +168,15 @@ def table(header, groups):
 # ---- MoEP ---------------------------------------------------------------------------------------
 
 def headline():
-    """At the paper's learning rate and at the arena's, which was the best of three for both."""
+    """Compare at the paper's learning rate, and at the arena's, the best of three for both."""
     yield ' | learning rate | val loss | BLiMP, `harness`'
     kinds = 'gpt2', 'moep'
     for kind in kinds:
         seeds = finished()[kind]
         yield join(f'`python train.py config/paper/{kind}.py`', '3e-4', val(seeds), blimp(seeds))
-    arena = group(read('arena_baby'), 'entry')
+    entries = group(read('arena_baby'), 'entry')
     for kind in kinds:
-        loss, pairs = ([row[key] for row in arena[kind]] for key in ('loss', 'harness'))
+        loss, pairs = ([row[key] for row in entries[kind]] for key in ('loss', 'harness'))
         yield join(f'`python -m arena {kind} --track baby`', '2e-3', spread(loss, 3),
                    spread(pairs, 1))
 
@@ -266,10 +265,6 @@ def methods(how):
         yield join(name, f"{seeds[0]['trained'] / 1e6:.2f}M", *cells, blimp(seeds))
 
 
-moduleformer_joint = partial(methods, 'joint')
-moduleformer_life = partial(methods, 'life')
-
-
 def moduleformer_prune():
     kinds = [*shown('moduleformer', 'math').values()]
     yield join('threshold', *(f"{seeds[0]['name']}: modules left, loss" for seeds in kinds))
@@ -302,8 +297,8 @@ def arena(track):
         entries |= {row[0]: dict(zip(header, row)) for row in rows}
     columns = ['entry', 'parameters, M', 'MFLOPs per token', 'bits per byte', 'pairs `babylm2025`']
     yield join(*columns, 'against the dense entry')
-    shown = [entries[name] for name in ON_THE_PAGE[track]]
-    for row in sorted(shown, key=lambda row: float(row['bits per byte'].split()[0])):
+    rows = [entries[name] for name in ON_THE_PAGE[track]]
+    for row in sorted(rows, key=lambda row: float(row['bits per byte'].split()[0])):
         row['pairs `babylm2025`'] = row['pairs `babylm2025`'].split()[0]
         yield join(*map(row.get, columns), row['against the dense entry'].partition(', p')[0])
 
@@ -334,8 +329,8 @@ def passes():
 
 
 def after_equal_time():
-    """Of papers.passes --minutes: the text, the rows of the dense and of the routed model, and the
-    dense one's {budget: bits per byte}, for the effective speedup."""
+    """Yield of papers.passes --minutes the text, the rows of the dense and of the routed model, and
+    the dense one's {budget: bits per byte}, for the effective speedup."""
     by_size = group([row for row in read('minutes') if row.get('is') != 'trial'], 'size')
     for size in (None, 10e6, 5e6, 2.5e6, 'python'):
         models = group([row for row in by_size[size] if 'is' not in row], 'entry')
@@ -370,36 +365,40 @@ def minutes():
 
 # ---- Pages --------------------------------------------------------------------------------------
 
+MADE = {made.__name__: made for made in (headline, moep, moep_controls, moep_tasks, glue, selfmoe,
+                                         moduleformer_prune, passes, minutes)}
+MADE |= {f'moduleformer_{how}': partial(methods, how) for how in ('joint', 'life')}
+MADE |= {f'arena_{track}': partial(arena, track) for track in ON_THE_PAGE}
+
 
 def lines_of(name):
     """The header and the rows of a table"""
-    if name.startswith('arena_'):
-        return arena(name.removeprefix('arena_'))
     if name in RUNS:
         file, prefix, header = RUNS[name]
         return table(header, named(shown(file, prefix)))
-    if name in globals():
-        return globals()[name]()
+    if name in MADE:
+        return MADE[name]()
     rows = read(name)
     return [join(*rows[0]), *(join(*row.values()) for row in rows)]
 
 
 def fill(text):
     """The text with every marked table rebuilt"""
-    def table(match):
+    def rebuild(match):
         rows = [f'| {line} |' for line in lines_of(match[1])]
         rows.insert(1, '|' + '---|' * (rows[0].count('|') - 1))
         return f'<!-- {match[1]} -->\n' + '\n'.join(rows) + '\n<!-- end -->'
-    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.DOTALL)
+    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', rebuild, text, flags=re.DOTALL)
 
 
 def main():
-    check = '--check' in sys.argv
+    parser = Parser(__doc__)
+    parser.add_argument('--check', action='store_true', help='only compare')
+    check = parser.parse_args().check
     stale = False
     for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
         text = path.read_text(encoding='utf-8')
-        rebuilt = fill(text)
-        if rebuilt != text:
+        if (rebuilt := fill(text)) != text:
             stale = True
             print(path.name, 'differs from papers/results' if check else 'rebuilt')
             if not check:
@@ -408,4 +407,4 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    run_main(main)

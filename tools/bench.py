@@ -161,7 +161,7 @@ def training(model, s, T, machine):
 
 @torch.no_grad()
 def generation(model, rows, n, machine):
-    """n greedy tokens."""
+    """Time n greedy tokens."""
     start = torch.zeros(rows, 1, dtype=torch.long, device=machine.device)
     with machine.autocast():
         took = seconds(lambda: model.generate(start, n, temperature=0), machine, repeat=3)
@@ -169,7 +169,7 @@ def generation(model, rows, n, machine):
 
 
 def measure(row, args, machine, rate):
-    """One line of the table."""
+    """Return a line of the table."""
     s, model = row.s, row.build(args).to(machine.device).eval()
     if machine.cuda:
         torch.cuda.empty_cache()

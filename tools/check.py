@@ -1,8 +1,8 @@
 """
 Does a model file keep the contract of docs/extending.md? A table of what holds, and what does not.
 
+    python -m tools.check arena.mine      # with the config of the model that it builds on
     python -m tools.check mine --top_k=1  # mine.py, with config/mine.py and another setting
-    python -m tools.check arena/mine.py   # with the config of the model that it builds on
     python -m tools.check out/mine        # a trained run: what is each of its blocks worth?
 
 It takes seconds on a CPU and needs no data: tokens are random, in windows of 48. Noise is added to
@@ -38,8 +38,8 @@ def batch(config):
 
 
 def same(a, b, least=0.0):
-    """Up to the rounding of float32, of numbers as large as the largest of a, or as `least`; -inf,
-    the logit of what is impossible, equals -inf."""
+    """Compare up to float32's rounding of numbers as large as the largest of a, or as `least`.
+    -inf, the logit of what is impossible, equals -inf."""
     largest = a[a.isfinite()].abs().max().item()
     return torch.allclose(a, b, rtol=0, atol=1e-4 * max(least, largest))
 
@@ -202,8 +202,8 @@ def routes(module, model, x, y):
             assert gate.min() >= 0 and gate.isfinite().all(), f'{name}: a gate is below 0 or inf'
             total = gate.sum(-1)
             assert not sum_to_1 or same(total, torch.ones_like(total)), (
-                f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if they '
-                'may, set gates_sum_to_1 = False')
+                f'{name}: gates sum to {total.min():.3g} up to {total.max():.3g}, not 1; if that '
+                'is intended, set gates_sum_to_1 = False')
             taken = (gate != 0).sum(-1).float()
             K = getattr(model.config, 'top_k', gate.size(-1))
             assert taken.max() <= K + 1, (
@@ -271,6 +271,9 @@ def counts(module, model, x, y):
     total, active = model.count_params()
     exact = sum(p.numel() for p in model.parameters())
     assert total == exact and active > 0, f'{total:,} and {active:,} active of {exact:,}'
+    layer = getattr(type(model), 'layer', None)
+    if layer and layer.__module__ != model.count_params.__module__:      # which does not know it
+        return 'NOTE', f'{active:,} active: is that so, with your {layer.__name__}?'
 
 
 CHECKS = (repeats, shapes, causal, cached, batched, rebuilds, routes, gradients, loss, resume,
@@ -292,7 +295,7 @@ def run_check(check, module, config):
 
 
 def find_settings(name):
-    """-> what gives the sizes, and they as arguments: the config named like the model, or like the
+    """-> the source of the sizes, and the arguments: the config named like the model, or like the
     one that it builds on; small ones if there is none."""
     Config = import_model(name).Config
     for stem in (name, *(kind.__module__ for kind in Config.__mro__)):
@@ -318,7 +321,7 @@ def residual_blocks(model):
 
 @torch.no_grad()
 def show_blocks(path):
-    """Of a run: the stream that each block reads, and the loss if the block adds nothing."""
+    """Print the stream that each block of a run reads, and the loss if the block adds nothing."""
     model, ckpt = load_checkpoint(path)
     config, pad, folder = model.config, run_tokenizer(ckpt).pad, data_folders(ckpt)[0]
     batches = list(val_batches(load_bin(folder, 'val'), config.block_size, 8, pad, 8192))

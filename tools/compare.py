@@ -208,7 +208,8 @@ def difference(ours, theirs):
     if not all(map(math.isfinite, ratios)):
         return '-', 'not tested: a loss is missing or nan'
     if len(steps) > 1:
-        return '-', f"not tested: the last evaluations are at steps {', '.join(map(str, steps))}"
+        return '-', (f"not tested: the last evaluations are at steps {', '.join(map(str, steps))}; "
+                     'train them equally long')
     bits = max(ratios) > 1.001 * min(ratios)             # their tokenizers differ
     paired = ours.keys() == theirs.keys() and all(start != 'None' for _, start in ours)
     if paired:
@@ -224,8 +225,8 @@ def difference(ours, theirs):
 
 
 def add_differences(columns):
-    """To all columns but the first: their last val losses, less the first one's -> a sentence for
-    each with a test of the difference."""
+    """Add to all columns but the first their last val losses, less the first one's -> a sentence
+    for each with a test of the difference."""
     sentences = []
     first, *others = columns
     for column in others:
@@ -234,8 +235,8 @@ def add_differences(columns):
             column['cells']['validation'][f'{name}: difference'] = gap
             sentences.append(f"{column['name']} against {first['name']} on {name}: {test}")
     if sentences and all('one seed: no test' in sentence for sentence in sentences):
-        sentences = ['One run each shows little: on the toy corpora the seed alone moves the val '
-                     'loss by about 0.04. Train each with --seeds=1,2,3']
+        sentences = ['One run each shows little, because the seed alone moves the val loss (on the '
+                     'toy corpora by about 0.04). Train each with --seeds=1,2,3']
     return sentences
 
 
@@ -256,7 +257,7 @@ def make_table(columns, shown):
 
 
 def cut(text, most):
-    """Without its middle if it is too long, and without what a terminal might obey."""
+    """Return the text without control characters, and without its middle if it is too long."""
     text = ''.join(c if c.isprintable() else ' ' for c in text)
     return text if len(text) <= most else f'{text[:most // 2 - 2]}...{text[-most // 2 + 1:]}'
 
@@ -272,13 +273,21 @@ def print_table(columns):
 
 # ---- The page -----------------------------------------------------------------------------------
 
-def write_page(path, **data):
-    """The template with the data in it: nan is null, and no name can end the script."""
-    data = json.dumps(data)
-    data = json.dumps(json.loads(data, parse_constant=lambda name: None))
-    template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+def fill(name, data):
+    """The page tools/NAME.html with its scripts and the data in it. JSON needs no '<', so nothing
+    in it can end its script; nan is null."""
+    page = Path(__file__).with_name(f'{name}.html').read_text(encoding='utf-8')
+    for script in Path(__file__).parent.glob(f'{name}_*.js'):
+        page = page.replace(f'@{script.name}@', script.read_text(encoding='utf-8'))
+    data = json.loads(json.dumps(data), parse_constant=lambda name: None)
+    data = json.dumps(data, ensure_ascii=False).replace('<', '\\u003c')
+    return page.replace('@DATA@', data)
+
+
+def write_page(path, name, data):
     with new_file(path) as file:                         # a browser never reads half of it
-        file.write(template.replace('"DATA"', data.replace('<', '\\u003c'), 1))
+        file.write(fill(name, data))
+    print(f'{path}: {human(Path(path).stat().st_size)} bytes; open it in a browser')
 
 
 def main():
@@ -294,9 +303,8 @@ def main():
         print_table(columns)
         print('\n'.join(sentences))
         if args.html:
-            write_page(args.html, runs=runs, rows=make_table(columns, columns),
-                       sentences=sentences, reload=args.watch)
-            print(f'{args.html}: open it in a browser')
+            write_page(args.html, 'compare', dict(runs=runs, rows=make_table(columns, columns),
+                                                  sentences=sentences, reload=args.watch))
         if not args.watch:
             break
         time.sleep(10)

@@ -12,7 +12,6 @@ and the loss of each; the tokens that a choice serves most; and what the class o
 its choice, beside chance. Statistics are of the validation set, which it shows if you give no text.
 """
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,9 +20,10 @@ import torch
 
 from plumbing.bins import load_bin, val_batches
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import Parser, UserError, between, new_file, reading, run_main
+from plumbing.cli import Parser, UserError, between, reading, run_main
 from plumbing.machine import Machine
 from plumbing.tokenizer import shared_tokenizer
+from tools.compare import write_page
 from tools.live import write_live
 
 CLASSES = ['punctuation', 'digits', 'function word', 'word start', 'word continued', 'space, end']
@@ -51,7 +51,7 @@ def token_class(text, before='a'):
 
 
 def mutual_information(classes, choices):
-    """In bits: how much one of two sequences of equal length says about the other."""
+    """Return in bits how much one of two sequences of equal length says about the other."""
     a, row = np.unique(classes, return_inverse=True)
     b, column = np.unique(choices, return_inverse=True)
     joint = np.zeros((len(a), len(b)))
@@ -70,8 +70,8 @@ def beside_chance(classes, choices):
 
 
 def tokens_served(share, ids):
-    """For each choice the 12 tokens that it serves most, as [id, count, its part of their gates,
-    three positions where it gets most]. A token counts if it occurs five times."""
+    """Return for each choice the 12 tokens that it serves most, as [id, count, its part of their
+    gates, three positions where it gets most]. A token counts if it occurs five times."""
     tokens, row, counts = np.unique(ids, return_inverse=True, return_counts=True)
     part = np.zeros((len(tokens), share.shape[1]))
     np.add.at(part, row, share)
@@ -82,8 +82,8 @@ def tokens_served(share, ids):
             places = np.flatnonzero(row == i)
             best = places[np.argsort(-share[places, choice], kind='stable')[:3]]
             if part[i, choice] >= 0.005:
-                percent = round(part[i, choice], 4)
-                listed.append([int(tokens[i]), int(counts[i]), percent, best.tolist()])
+                mean = round(part[i, choice], 4)
+                listed.append([int(tokens[i]), int(counts[i]), mean, best.tolist()])
     return served
 
 
@@ -239,11 +239,7 @@ def main():
             print(f'  {note}')
     names = [Path(run['folder']).name for run in runs] if len(runs) > 1 else []
     out = args.out or Path(runs[0]['folder'], '_'.join(['explore', *names]) + '.html')
-    data = json.dumps(runs, ensure_ascii=False).replace('<', '\\u003c')
-    template = Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
-    with new_file(out) as file:
-        file.write(template.replace('@DATA@', data))
-    print(f'{out}: open it in a browser')
+    write_page(out, 'explore', runs)
 
 
 if __name__ == '__main__':

@@ -118,7 +118,7 @@ def native_config(architecture, model):
 
 
 def native_weights(architecture, model):
-    """What tools.import_hf joins, cut into theirs."""
+    """Cut what tools.import_hf joins into their tensors."""
     c, ours, weights = model.config, model.state_dict(), {}
 
     def cut(theirs, w):

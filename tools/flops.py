@@ -17,8 +17,8 @@ ATTENTION = {          # the width of a token's query heads in all layers, by th
 
 
 def training_flops(config, active, T):
-    """Of the model with this config, at a context of T. A Config counts as the one of ATTENTION
-    that it inherits, or whose name it has."""
+    """Return the FLOPs per token at a context of T. A Config counts as the one of ATTENTION that it
+    inherits. A subclass whose layers attend otherwise needs a Config and a line of its own."""
     kinds = [kind.__name__ for kind in type(config).__mro__]
     widths = [ATTENTION[kind](config) for kind in kinds if kind in ATTENTION]
     if not widths:

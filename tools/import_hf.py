@@ -105,7 +105,7 @@ def join(tensors, theirs):
 
 
 def require(config, **supported):
-    """What else a config may ask for, our models do not have."""
+    """Refuse settings that our models do not support."""
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             raise UserError(f'{key} = {config[key]!r} is not supported, only '
@@ -145,7 +145,7 @@ def all_layers(n_layer, ours, theirs, block):
 
 
 def gpt2_names(n_layer):
-    """Theirs are (in, out), ours (out, in)."""
+    """Return {ours: theirs}. Theirs are (in, out), ours (out, in)."""
     block = {}
     for ours, theirs in dict(norm_1='ln_1', norm_2='ln_2', qkv='attn.c_attn', proj='attn.c_proj',
                              fc='mlp.c_fc', down='mlp.c_proj').items():
@@ -307,7 +307,7 @@ def gpt2_tokenizer(spec):
 
 
 def read_licence(folder):
-    """As the front of its model card names it."""
+    """Return the licence that the front of its model card names."""
     card = folder / 'README.md'
     text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
     found = re.match(r'---\n(?:(?!---).*\n)*?license: *(\S+)', text)
@@ -315,7 +315,7 @@ def read_licence(folder):
 
 
 def write_run(out, file, model, tokenizer, source):
-    """What train.py leaves, without an optimiser."""
+    """Write what train.py leaves, without an optimiser."""
     s = Settings(model=file, out_dir=str(out), data=source)
     if tokenizer.file:
         with new_file(out / tokenizer.file, 'wb') as target:

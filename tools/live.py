@@ -5,17 +5,16 @@ the page does with it.
 """
 
 import base64
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
-from plumbing.cli import UserError, human, new_file
-from plumbing.settings import import_model
+from plumbing.cli import UserError
+from plumbing.settings import ROOT, import_model
+from tools.compare import write_page
 
-HERE = Path(__file__).parent
-# Those that live_model.js can run, and their papers.
+# The models that live_model.js can run, and their papers.
 MODELS = dict(moep='https://aclanthology.org/2025.babylm-main.39',
               moduleformer='https://arxiv.org/abs/2306.04640v1')
 
@@ -54,21 +53,9 @@ def describe(path, prompt):
         weights=weights, paper=MODELS[name])
 
 
-def fill(data):
-    """The page with this data in it. JSON needs no '<', so nothing in it can end its script."""
-    page = (HERE / 'live.html').read_text(encoding='utf-8')
-    for name in ('live_model.js', 'live_page.js'):
-        page = page.replace(f'@{name}@', (HERE / name).read_text(encoding='utf-8'))
-    blob = json.dumps(data, ensure_ascii=False).replace('<', '\\u003c')
-    return page.replace('@DATA@', blob)
-
-
 def write_live(path, prompt, out):
     data = describe(path, prompt or 'The dogs near the tree')
     folder = data.pop('folder')
     out = out or Path(folder, 'live.html')
-    readme = os.path.relpath(HERE.parent / 'README.md', Path(out).parent)
-    page = fill(dict(data, readme=Path(readme).as_posix()))
-    with new_file(out) as file:
-        file.write(page)
-    print(f'{out}: {human(len(page.encode()))} bytes; open it in a browser')
+    readme = os.path.relpath(ROOT / 'README.md', Path(out).parent)
+    write_page(out, 'live', dict(data, readme=Path(readme).as_posix()))

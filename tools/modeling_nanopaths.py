@@ -78,8 +78,8 @@ class NanopathsForCausalLM(PreTrainedModel, GenerationMixin):
         return padded.masked_fill(~keep[:, :, None], 0), aux
 
     def loss(self, logits, labels, keep, aux, n_items):
-        """Of each next token; -100 is not a target. Trainer gives the number of targets in all
-        batches that it accumulates: then this is the batch's share of their mean."""
+        """Return the mean over next tokens; -100 is not a target. If Trainer gives the number of
+        targets in all batches that it accumulates, this is the batch's share of their mean."""
         labels = labels.masked_fill(~(keep & keep.roll(1, 1)), -100)     # padding predicts nothing
         loss = self.loss_function(logits, labels, vocab_size=logits.size(-1),
                                   num_items_in_batch=n_items)

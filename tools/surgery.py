@@ -35,7 +35,7 @@ def options_of(function):
 
 
 def list_surgeries():
-    """Those of all model files, with their arguments and defaults."""
+    """Return the surgeries of all model files, with their arguments and defaults."""
     models = [import_model(name).Model for name in model_names() if '.' not in name]
     functions = dict.fromkeys(f for model in models for f in find_surgeries(model).values())
     lines = ['surgeries:']

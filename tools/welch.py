@@ -54,11 +54,15 @@ def spread(values, digits=1):
     return f'{text} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else text
 
 
+def word(gap, p):
+    """What a gap in bits per byte is called."""
+    return 'no clear difference' if p >= SURE else 'better' if gap < 0 else 'worse'
+
+
 def verdict(bits, other):
-    """Bits per byte against another entry's."""
+    """Compare the bits per byte of an entry with those of another."""
     if min(len(bits), len(other)) < 2:
         return 'one seed: no test'
     p = welch(bits, other)
-    word = 'better' if statistics.mean(bits) < statistics.mean(other) else 'worse'
     limit = f' (clear: below {SURE})' if SURE <= p < 0.05 else ''
-    return f"{word if p < SURE else 'no clear difference'}, p = {p:.3g}{limit}"
+    return f'{word(statistics.mean(bits) - statistics.mean(other), p)}, p = {p:.3g}{limit}'

@@ -191,7 +191,8 @@ def test_changed_settings_are_not_mixed(home, called):
     """Neither with rows, nor with a run that was stopped."""
     go(home, 'mine', '--seeds=1')
     ENTRIES['toy']['mine'] = TINY | dict(learning_rate=1e-3)
-    go(home, 'mine', '--seeds=1,2', code=2)
+    for seeds in '1', '1,2':                             # an old row is no result
+        assert 'mine: it has changed' in go(home, 'mine', f'--seeds={seeds}', code=2)
     (home / 'results/arena_toy.jsonl').unlink()
     go(home, 'mine', '--seeds=1', code=2)
     assert called.count(('train.py', 'mine_1')) == 1
@@ -309,9 +310,11 @@ def test_the_deviation_is_pooled(tmp_path):
         for name, seeds in (bits | more).items():
             for seed, value in enumerate(seeds):
                 print(json.dumps(dict(entry=name, seed=seed, bits_per_byte=value)), file=file)
-    assert leaderboard.read_bits('toy', [tmp_path]) == bits
-    for name in more:
-        assert leaderboard.compare(bits, name, 'a').startswith('no test')
+    read = leaderboard.read_bits('toy', [tmp_path])
+    assert read == bits | dict(diverged=None)
+    assert leaderboard.compare(read, 'one', 'a') == 'no test: one seed'
+    assert leaderboard.compare(read, 'a', 'diverged') == 'no test: a seed diverged'
+    assert leaderboard.compare(read, 'a', 'b') == leaderboard.compare(bits, 'a', 'b')
 
 
 def test_flops_are_of_what_is_taken(home, monkeypatch):

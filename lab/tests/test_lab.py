@@ -58,6 +58,7 @@ def test_the_command(run):
     assert '0 of 8 are green' in run('lab.__main__', here=True, code=1).stdout
     for args in (['--hint', 3], [3, '--hint']):
         assert 'index_add_' in run('lab.__main__', *args, here=True).stdout
+    assert 'needs the number' in run('lab.__main__', '--hint', code=2).stderr
     assert 'not between 1 and 8' in run('lab.__main__', 9, code=2).stderr
 
 

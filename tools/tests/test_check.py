@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from common import ROOT
-from moep import MoEP, MoEPConfig, Router
+from moep import MoEP, MoEPConfig, ParallelLayer, Router
 from plumbing.bins import load_bin
 from plumbing.checkpoint import data_folders, load_checkpoint
 from plumbing.settings import import_model
@@ -160,6 +160,12 @@ def test_a_router_that_only_an_auxiliary_loss_trains_is_named():
     alone = 'from an auxiliary loss alone: parallel.0.router.linear.weight (4 in all)'
     assert found == ('NOTE', alone)
     assert check.run_check(check.loss, module, module.Config(**MOEP))[0] == 'ok'
+
+
+def test_a_layer_that_count_params_does_not_know_is_named():
+    Model = changed(layer=type('MyLayer', (ParallelLayer,), {}))
+    module = SimpleNamespace(Config=MoEPConfig, Model=Model)
+    assert check.run_check(check.counts, module, MoEPConfig(**MOEP))[0] == 'NOTE'
 
 
 def test_a_bug_keeps_its_traceback():

@@ -15,6 +15,7 @@ from common import ROOT
 from plumbing.checkpoint import load_checkpoint, run_tokenizer
 from plumbing.settings import import_model
 from tools import live
+from tools.compare import fill
 
 HOSTILE = ('<script>alert(1)</script> "quotes" \'n\' </script><!-- <b>\x00\x1b'
            '\u200b\u202e\ufeff é &amp; @DATA@ @live_page.js@ \\ end')
@@ -92,7 +93,7 @@ def test_the_page_computes_what_torch_does(wild_run, tmp_path):
     texts = TEXTS if wild_run.name in ('moep', 'moduleformer') else TEXTS[:5]
     cases = [(text, NO_HANDS) for text in texts] + [(TEXTS[3], touched) for touched in hands]
     assert len(TEXTS) == 50
-    seen, console = browse(live.fill(live.describe(wild_run, '')), f"""
+    seen, console = browse(fill('live', live.describe(wild_run, '')), f"""
         const base64 = rows => btoa(rows.map(row => String.fromCharCode(
             ...new Uint8Array(row.slice().buffer))).join(''));
         return {in_js(cases)}.map(([text, hands]) => {{
@@ -129,7 +130,7 @@ def test_the_page_shows_it(wild_run, tmp_path):
     """Type, knock out, undo, force: the figures are torch's. A space at the end is not read; the
     box that matters most is found by trying all of them, and joins those that are out."""
     texts = ['The dogs near the tree are', 'The dogs are happy.', 'The dogs is happy.']
-    seen, console = browse(live.fill(live.describe(wild_run, '')), f"""
+    seen, console = browse(fill('live', live.describe(wild_run, '')), f"""
         const type = (id, text) => {{
             $(id).value = text;
             $(id).dispatchEvent(new Event('input')); }};
@@ -190,7 +191,7 @@ def test_the_page_shows_it(wild_run, tmp_path):
 @in_a_browser
 def test_hostile_text_is_shown_and_nothing_is_sent(smoke, tmp_path):
     data = live.describe(smoke('config/moep.py'), HOSTILE) | dict(name=HOSTILE, data=HOSTILE)
-    seen, console = browse(live.fill(data), """
+    seen, console = browse(fill('live', data), """
         const blocked = [];
         document.addEventListener(
             'securitypolicyviolation', event => blocked.push(event.blockedURI));
@@ -211,7 +212,7 @@ def test_the_page_in_docs_is_up_to_date():
     """If not: python -m tools.explore out/moep --live --out docs/play.html"""
     page = (ROOT / 'docs' / 'play.html').read_text(encoding='utf-8')
     blob = re.search(r'<script id="data" type="application/json">(.*?)</script>', page).group(1)
-    assert live.fill(json.loads(blob)) == page
+    assert fill('live', json.loads(blob)) == page
     assert len(page.encode()) < 2e6
 
 
