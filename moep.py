@@ -14,14 +14,14 @@ What to look at first: `Router`, `Rows`, then `ParallelLayer.forward`.
 
 Departures that change results (docs/moep.md has all of them, and what we measured):
 - Minimising the printed balance loss, -sum p log p, rewards collapse. The default is the Switch
-  form, as in the author's code. `entropy` flips the printed sign, `printed` keeps it.
-- No weight is given: train with `loss + 0.01 * (aux['block_balance'] + aux['expert_balance'])`. A
-  copy of the author's code has 0.2, a bias in each router, and 0.02 as the start of every map.
+  form, as in a copy of the author's code. `entropy` flips the printed sign, `printed` keeps it.
+- No weight is given: train with `loss + 0.01 * (aux['block_balance'] + aux['expert_balance'])`. The
+  copy has a weight of 0.2, router biases, and initialises every map with std 0.02.
 - At top_k = 1 the renormalised gate is always 1: the router learns from the balance loss alone.
 
 Dimension letters (x_ND has shape N x D): B batch, T sequence, N = B*T tokens, D width, H heads,
-P blocks, E choices of a router (P, or n_expert), K chosen per token, R rows (at most N*K), F hidden
-width. Next to read: arena/dense.py.
+P blocks, E choices of a router (P, or n_expert), K chosen per token, R rows (at most N*K, if
+sparse), F hidden width. Next to read: arena/dense.py.
 """
 
 import math
@@ -390,7 +390,7 @@ class MoEP(nn.Module):
 
     def count_params(self, taken={}):
         """Total, and active: the parameters that multiply a token. Of a layer's P or E projections,
-        FFNs or experts K count, or taken[layer] if given."""
+        FFNs or experts only K count, or taken[layer] if that is given."""
         total = sum(p.numel() for p in self.parameters())
         idle = self.wpe.weight.numel()                   # only looked up
         if not self.config.tied:                         # otherwise wte is also the head

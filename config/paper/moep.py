@@ -23,7 +23,7 @@ n_block = 4
 n_expert = 4
 top_k = 2
 dropout = 0.1
-balance = 'switch'              # as in the author's code; the paper prints the opposite sign
+balance = 'switch'              # as in a copy of the author's code; the paper's sign is opposite
 aux_weights = dict(block_balance=0.01, expert_balance=0.01)   # the paper gives no weights
 
 stride = 128                    # a window of 512 tokens every 128, drawn without replacement
