@@ -51,6 +51,10 @@ def read_checkpoint(path, mmap=False):
 
 def build_model(ckpt, device='cpu', **changes):
     """The model of a checkpoint, with its weights and adapters. changes: of its config."""
+    file = Path(ckpt['model'].replace('.', '/') + '.py')
+    copy = Path(ckpt['folder'], file.name)
+    if copy.exists() and not Path(ROOT, file).exists():
+        raise UserError(f'there is no {file} any more; put it back: cp {copy} {Path(ROOT, file)}')
     module = import_model(ckpt['model'])
     for old in changed_files(ckpt):
         print(f"note: the code of {ckpt['model']} has changed since {ckpt['folder']} was begun: "
